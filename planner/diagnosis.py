@@ -1,0 +1,63 @@
+"""What is wrong with a budget, as findings with numbers; `advice` puts them into words.
+
+Two lines decide when a loss is worth a warning: measured, a slowdown above 5 %; from the rule
+alone, an idle share above 25 %. A budget that a recommendation may have named is never lossy.
+"""
+
+from dataclasses import dataclass, field
+
+from chunk_planner.candidates import Workload, is_candidate
+from chunk_planner.evaluate import Budget
+from chunk_planner.rule import Rule
+
+SLOWDOWN_LINE = 0.05
+IDLE_LINE = 0.25
+
+#: Findings that another budget removes; the others need another flag or only need saying.
+_MENDED_BY_BUDGET = frozenset(
+    {"idle", "saw_tooth", "slowdown", "no_headroom", "stalled", "lmcache"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing worth telling. `values` are the numbers its sentence needs."""
+
+    kind: str
+    values: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def mended_by_budget(self) -> bool:
+        return self.kind in _MENDED_BY_BUDGET
+
+
+def diagnose(
+    rule: Rule, budget: Budget, workload: Workload, *, lmcache: bool = False
+) -> list[Finding]:
+    """Findings about `budget`, the rule's own, most serious first; empty where all is well."""
+    found = []
+    block = rule.block_size
+    if budget.stalled:
+        found.append(Finding("stalled", {"why": budget.stalled}))
+    if lmcache and not block <= budget.max_num_batched_tokens < 2 * block:
+        found.append(Finding("lmcache", {"least": block, "most": 2 * block - 1}))
+    if is_candidate(budget.max_num_batched_tokens, block, workload, rule.draft_slots) or lmcache:
+        # With LMCache the budget stays below 2B whatever it idles.
+        return found
+    if budget.blocks == 1 and budget.stalls_with_decodes:
+        found.append(Finding("no_headroom", {"above": budget.stalls_above_decodes}))
+    if budget.slowdown is not None:
+        if budget.slowdown > SLOWDOWN_LINE:
+            found.append(Finding("slowdown", {"slowdown": budget.slowdown}))
+    elif budget.idle_share > IDLE_LINE and not _asked_for(rule):
+        found.append(Finding("idle" if budget.blocks else "saw_tooth", {}))
+    return found
+
+
+def _asked_for(rule: Rule) -> bool:
+    """Whether the user capped chunks with `--long-prefill-token-threshold`.
+
+    From 0.31 on a lone request ignores the cap, so there it explains nothing.
+    """
+    capped = rule.long_prefill_token_threshold >= rule.block_size
+    return capped and not rule.release.lone_request_ignores_threshold

@@ -1,0 +1,94 @@
+"""The start-up advice: once per engine when its scheduler is built, checked at the first step."""
+
+from chunk_planner import advice
+from chunk_planner.budget import Constraints, Recommendation, recommend
+from chunk_planner.diagnosis import Finding
+from chunk_planner.engine import facts
+from chunk_planner.engine.live_rule import LiveRule
+from chunk_planner.engine.settings import Settings
+
+
+def at_start(scheduler, logger, guarded) -> None:
+    """Warn about `scheduler`'s budget and block, and arm the check at its first step.
+
+    Args:
+        scheduler: a vLLM scheduler whose `__init__` has just returned.
+        logger: where the warning goes.
+        guarded: wraps what runs later inside the engine, so that it cannot raise.
+    """
+    config = scheduler.vllm_config
+    settings = Settings.read(config.additional_config)
+    silent = "switched off" if not settings.enabled else facts.why_silent(scheduler)
+    if silent:
+        logger.debug("Chunk Planner has nothing to say: %s", silent)
+        return
+    text = advice.warning(advise(scheduler, settings))
+    if text:
+        logger.warning("Chunk Planner: %s", text)
+    _check_at_first_step(scheduler, logger, guarded)
+
+
+def advise(scheduler, settings: Settings) -> Recommendation:
+    """The recommendation for a live scheduler, with the findings only a live engine shows."""
+    config = scheduler.vllm_config
+    rule = LiveRule(scheduler)
+    most = min(scheduler.max_num_running_reqs, _active(scheduler))
+    decodes = settings.expected_decodes
+    found = recommend(
+        rule,
+        max_num_seqs=scheduler.max_num_running_reqs,
+        max_num_active_seqs=_active(scheduler),
+        num_speculative_tokens=scheduler.num_spec_tokens,
+        expected_decodes=None if decodes is None else min(decodes, most),
+        short_prompt_tokens=settings.short_prompt_tokens,
+        kv_cache_requests=facts.one_block_requests(scheduler),
+        constraints=Constraints(
+            max_model_len=config.model_config.max_model_len,
+            lmcache=facts.uses_lmcache(scheduler),
+        ),
+    )
+    return found.with_findings(_live_findings(scheduler))
+
+
+def _active(scheduler) -> int:
+    """`max_num_active_seqs` appeared in 0.31."""
+    return getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+
+
+def _live_findings(scheduler) -> list[Finding]:
+    found = []
+    split, mamba = scheduler.cache_config.block_size, facts.mamba_block(scheduler)
+    if split != mamba:
+        found.append(Finding("block_mismatch", {"split": split, "mamba": mamba}))
+    need = facts.pool_need(scheduler)
+    if need.blocks < need.needs:
+        found.append(
+            Finding(
+                "kv_pool_tight",
+                {"blocks": need.blocks, "needs": need.needs, "max_model_len": need.max_model_len},
+            )
+        )
+    return found
+
+
+def _check_at_first_step(scheduler, logger, guarded) -> None:
+    """Compare the block the split uses at the first step with the one seen at start-up.
+
+    A multi-process CPU engine up to 0.32 resets it to 128 in between. The check shadows `schedule`
+    on the instance and takes itself away, so later steps run the engine's own method untouched.
+    """
+    at_start_block = scheduler.cache_config.block_size
+
+    @guarded
+    def check() -> None:
+        now = scheduler.cache_config.block_size
+        if now != at_start_block:
+            mamba = facts.mamba_block(scheduler)
+            logger.warning("Chunk Planner: %s", advice.block_moved(at_start_block, now, mamba))
+
+    def schedule(*args, **kwargs):
+        del scheduler.schedule
+        check()
+        return scheduler.schedule(*args, **kwargs)
+
+    scheduler.schedule = schedule

@@ -1,0 +1,125 @@
+"""One budget, evaluated: what it schedules, what it leaves, and what that costs if measured."""
+
+from dataclasses import dataclass
+
+from chunk_planner.candidates import Workload, headroom_tokens
+from chunk_planner.errors import PlannerError
+from chunk_planner.plan import ChunkPlan, plan_prefill
+from chunk_planner.rule import Rule
+from chunk_planner.score import Score, StepCost, score
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """One budget and what it brings. Shares and slowdowns are fractions, sizes are tokens."""
+
+    max_num_batched_tokens: int
+    max_num_scheduled_tokens: int
+    #: whole blocks in a step of a long prompt, decodes left out; 0 where a block is larger
+    blocks: int
+    tokens_per_step: float
+    idle_share: float
+    idle_share_with_decodes: float
+    #: room beside the blocks: first for decodes and draft slots, then for a short prompt
+    headroom_tokens: int
+    lane_tokens: int
+    #: D, the decodes that the shares and prices "with decodes" assume
+    decodes: int
+    #: more decoding requests than this stop prefill; None where prefill goes on in sub-blocks
+    stalls_above_decodes: int | None
+    #: why a prompt makes no progress even alone, None where it does
+    stalled: str | None
+    #: distance between cached recurrent states, the price of a larger chunk in prefix reuse
+    checkpoint_spacing_tokens: int
+    #: steps a lane-sized prompt waits behind one long prompt and the decodes
+    short_prompt_wait_steps: int
+    #: predicted time per prefill token over the best feasible budget's, minus 1
+    slowdown: float | None = None
+    slowdown_with_decodes: float | None = None
+    #: the longest step a decode shares with the prefill
+    mixed_step_ms: float | None = None
+    #: prefill of the reference prompt, alone
+    prompt_s: float | None = None
+    kv_tokens: int | None = None
+    #: why this budget cannot be recommended
+    infeasible: str | None = None
+
+    @property
+    def stalls_with_decodes(self) -> bool:
+        """Whether the expected decodes alone stop prefill."""
+        return self.stalls_above_decodes is not None and self.stalls_above_decodes < self.decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A budget with its measured scores, None where nothing was measured or nothing moves."""
+
+    budget: Budget
+    alone: Score | None
+    with_decodes: Score | None
+
+
+def evaluate(
+    rule: Rule, workload: Workload, prompt_tokens: int, cost: StepCost | None = None
+) -> Scored:
+    """Plan `prompt_tokens` at the rule's budget, alone and beside the expected decodes.
+
+    A step outside the measured range makes the budget infeasible, with the reason in it.
+    """
+    k, slots, block = workload.num_speculative_tokens, rule.draft_slots, rule.block_size
+    room = min(rule.scheduled_budget, rule.max_num_batched_tokens - slots)
+    blocks = room // block
+    decodes = workload.decodes(blocks)
+    alone = plan_prefill(rule, prompt_tokens)
+    mixed = plan_prefill(
+        rule,
+        prompt_tokens,
+        decode_tokens=workload.decode_tokens(decodes),
+        decode_requests=decodes,
+    )
+    spare = room + slots - blocks * block if blocks else 0
+    headroom = min(spare, headroom_tokens(workload, decodes, slots))
+    lane = min(spare - headroom, workload.lane(block))
+    stalls_above = None
+    if blocks:
+        stalls_above = min(
+            (rule.scheduled_budget - block) // (1 + k),
+            (rule.max_num_batched_tokens - slots - block) // (1 + k + slots),
+        )
+    alone_score, outside = _score(alone, cost)
+    # A mixed step that was not measured leaves a price unknown, it does not rule the budget out.
+    mixed_score, _ = _score(mixed, cost, decodes=decodes, num_speculative_tokens=k)
+    return Scored(
+        Budget(
+            max_num_batched_tokens=rule.max_num_batched_tokens,
+            max_num_scheduled_tokens=rule.scheduled_budget,
+            blocks=blocks,
+            tokens_per_step=alone.tokens_per_step,
+            idle_share=alone.idle_share,
+            idle_share_with_decodes=mixed.idle_share_with_decodes,
+            headroom_tokens=headroom,
+            lane_tokens=lane,
+            decodes=decodes,
+            stalls_above_decodes=stalls_above,
+            stalled=alone.stalled,
+            checkpoint_spacing_tokens=max(blocks, 1) * block,
+            short_prompt_wait_steps=0 if workload.lane(block) <= lane else mixed.steps,
+            mixed_step_ms=mixed_score.longest_step_ms if mixed_score else None,
+            prompt_s=alone_score.prompt_s if alone_score else None,
+            infeasible=alone.stalled or outside,
+        ),
+        alone_score,
+        mixed_score,
+    )
+
+
+def _score(
+    plan: ChunkPlan, cost: StepCost | None, **beside: int
+) -> tuple[Score | None, str | None]:
+    """The score, and why there is none where a step lies outside the measured range."""
+    if cost is None:
+        return None, None
+    try:
+        return score(plan, cost, **beside), None
+    except PlannerError as error:
+        return None, str(error)

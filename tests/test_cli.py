@@ -1,0 +1,141 @@
+"""The command line: answers, JSON, and one-sentence refusals with exit code 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from chunk_planner import cli
+
+PLAN = ["plan", "--block-size", "1152", "--prompt-tokens", "20000", "--json"]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
+    assert cli.main(argv) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    try:
+        code = cli.main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert len(shown.err.strip().splitlines()) == 1
+    return shown.err
+
+
+@pytest.mark.parametrize(
+    ("budget", "chunks"),
+    [
+        (2048, [1152] * 17 + [416]),
+        (3072, [2304] * 8 + [1152, 416]),
+        (4096, [3456] * 5 + [2304, 416]),
+        (6144, [5760] * 3 + [2304, 416]),
+        (8192, [8064] * 2 + [3456, 416]),
+    ],
+)
+def test_plan_prints_the_schedulers_chunks(capsys, budget, chunks):
+    found = answer(capsys, *PLAN, "--max-num-batched-tokens", str(budget))
+    assert found["chunks"] == chunks
+    assert found["steps"] == len(chunks)
+    assert found["idle_share"] == pytest.approx(1 - max(chunks) / budget)
+    assert found["stalled"] is None
+    assert found["vllm_version"] == "0.33"
+
+
+def test_plan_of_a_block_larger_than_the_budget_alternates(capsys):
+    argv = "plan --block-size 2096 --max-num-batched-tokens 2048 --prompt-tokens 20000 --json"
+    found = answer(capsys, *argv.split())
+    assert found["chunks"][:6] == [2048, 48] * 3
+    assert found["tokens_per_step"] == 1048
+
+
+def test_plan_text_names_its_source_and_units(capsys):
+    argv = "plan --block-size 1152 --max-num-batched-tokens 2048 --prompt-tokens 20000"
+    assert cli.main(argv.split()) == 0
+    shown = capsys.readouterr().out
+    assert "1152 x 17, 416" in shown
+    assert "43.8 %" in shown
+    assert "rule" in shown
+
+
+def test_recommend_answers_the_reported_case(capsys):
+    argv = "recommend --block-size 1152 --max-num-batched-tokens 2048 --max-num-seqs 16"
+    found = answer(capsys, *argv.split(), "--num-speculative-tokens", "3", "--json")
+    assert found["evidence"] == "rule"
+    assert found["expected_decodes"] == 16
+    assert found["current"]["idle_share"] == pytest.approx(0.4375)
+    assert found["recommended"]["max_num_batched_tokens"] == 2880
+    assert found["recommended"]["blocks"] == 2
+    assert found["recommended"]["headroom_tokens"] == 64
+    assert found["recommended"]["lane_tokens"] == 512
+    assert any("rule-only" in reason for reason in found["reasons"])
+    assert any("D = 16" in reason for reason in found["reasons"])
+
+
+def test_recommend_text_is_a_table_and_sentences(capsys):
+    argv = "recommend --block-size 1152 --max-num-batched-tokens 2048 --max-num-seqs 16"
+    assert cli.main(argv.split()) == 0
+    shown = capsys.readouterr().out
+    assert "evidence: rule" in shown
+    assert "--max-num-batched-tokens 2" in shown
+
+
+def test_flags_take_vllms_spellings(capsys):
+    argv = "plan --block_size=1152 --max_num_batched_tokens=2K --prompt_tokens 20k --json"
+    assert answer(capsys, *argv.split())["chunks"] == [1152] * 17 + [416]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("plan --block-size 0 --max-num-batched-tokens 2048 --prompt-tokens 9", "block_size = 0"),
+        ("plan --block-size 16 --max-num-batched-tokens -1 --prompt-tokens 9", "= -1"),
+        ("plan --block-size 16 --max-num-batched-tokens 64 --prompt-tokens -9", "-9"),
+        ("plan --block-size x --max-num-batched-tokens 64 --prompt-tokens 9", "'x'"),
+        ("plan --block-size 16 --max-num-batched-tokens 64", "--prompt-tokens"),
+        (
+            "plan --block-size 16 --max-num-batched-tokens 64 --prompt-tokens 9 --vllm-version 0.9",
+            "'0.9' is not supported",
+        ),
+        ("recommend --block-size 16 --max-num-batched-tokens 64 --max-num-seqs 0", "max_num_seqs"),
+        (
+            "recommend --block-size 16 --max-num-batched-tokens 64 --max-num-seqs 4 "
+            "--expected-decodes 5",
+            "expected_decodes = 5",
+        ),
+        ("no-such-command", "no-such-command"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(capsys, argv, said):
+    assert said in refusal(capsys, *argv.split())
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_explains_itself(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"chunk-planner {name}" in capsys.readouterr().out
+
+
+def test_plan_loads_no_table_library():
+    code = (
+        "import sys; from chunk_planner.cli import main; "
+        f"main({[*PLAN, '--max-num-batched-tokens', '2048']!r}); "
+        "print([m for m in ('rich', 'jsonschema', 'torch', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
