@@ -113,6 +113,16 @@ class Rule(Protocol):
         """
         return start
 
+    def caches_state(
+        self, end: int, num_prompt_tokens: int, shared_prefix_boundary: int = 0
+    ) -> bool:
+        """Whether a chunk that ends at `end` leaves a state that a later request can start from."""
+        return end % self.block_size == 0
+
+    def exported_checkpoint(self, start: int, end: int, num_prompt_tokens: int) -> int:
+        """The position whose state the final chunk saves from its inside, 0 for none."""
+        return 0
+
     def threshold(self, num_requests: int) -> int:
         """The cap on one request's tokens with `num_requests` running or waiting, 0 for none."""
         threshold = self.long_prefill_token_threshold
@@ -299,9 +309,9 @@ class ChunkRule(Rule):
         block = self.block_size
         end = start + num_new_tokens
         if end >= prefill_end:
-            exported = self._exports_checkpoint(start, end, prefill_end)
+            exported = self.exported_checkpoint(start, end, prefill_end)
         else:
-            exported = False
+            exported = 0
             floor = end - end % block
             # A block wider than any chunk is crossed in parts; all others are kept whole.
             if floor > start or block <= self._most_tokens:
@@ -335,6 +345,33 @@ class ChunkRule(Rule):
             stops.append(self._junction_stop(start, num_prompt_tokens, shared_prefix_boundary))
         return max(start, min([limit, *(stop for stop in stops if stop > start)]))
 
+    def caches_state(
+        self, end: int, num_prompt_tokens: int, shared_prefix_boundary: int = 0
+    ) -> bool:
+        if end % self.block_size == 0:
+            return True
+        if self.shared_prefix_checkpoint and end == shared_prefix_boundary:
+            return end <= num_prompt_tokens
+        return self.partial_hits and end == self._state_stops(num_prompt_tokens, 0)[1]
+
+    def exported_checkpoint(self, start: int, end: int, num_prompt_tokens: int) -> int:
+        # The conditions of `is_mamba_prefill_checkpoint_valid`, vllm/v1/kv_cache_interface.py.
+        alignment, unit = self.checkpoint_alignment, self._hash_unit
+        if alignment is None or start % unit:
+            return 0
+        if self.release.boundary_leaves_a_token:
+            checkpoint = self._reusable(num_prompt_tokens, self._checkpoint_unit)
+        else:
+            checkpoint = _floor(num_prompt_tokens - 1, self._checkpoint_unit, self.eagle_block_drop)
+        block = self.block_size
+        valid = (
+            start + unit <= checkpoint < end
+            and (checkpoint - start) % alignment == 0
+            # a block column is free between the one the chunk starts from and the one it ends in
+            and -(-end // block) - 2 > (start - 1) // block
+        )
+        return checkpoint if valid else 0
+
     def _state_stops(self, num_prompt_tokens: int, num_tokens: int) -> tuple[int, int]:
         """The last block boundary and, with partial hits, the last hash boundary to stop at."""
         if self.release.boundary_leaves_a_token:
@@ -350,26 +387,6 @@ class ChunkRule(Rule):
         if self.eagle_block_drop:
             return _floor(num_tokens, unit, True)
         return _floor(num_tokens - max(1, self.hash_lookahead_tokens), unit, False)
-
-    def _exports_checkpoint(self, start: int, end: int, prefill_end: int) -> bool:
-        """Whether the final chunk saves the state from its inside and so needs no stop.
-
-        It needs a block column between the one it starts from and the one it ends in
-        (`is_mamba_prefill_checkpoint_valid` in `vllm/v1/kv_cache_interface.py`).
-        """
-        alignment, unit = self.checkpoint_alignment, self._hash_unit
-        if alignment is None or start % unit:
-            return False
-        if self.release.boundary_leaves_a_token:
-            checkpoint = self._reusable(prefill_end, self._checkpoint_unit)
-        else:
-            checkpoint = _floor(prefill_end - 1, self._checkpoint_unit, self.eagle_block_drop)
-        block = self.block_size
-        return (
-            start + unit <= checkpoint < end
-            and (checkpoint - start) % alignment == 0
-            and -(-end // block) - 2 > (start - 1) // block
-        )
 
     def _junction_stop(self, start: int, num_prompt_tokens: int, junction: int) -> int:
         """Where a chunk stops for the shared prefix that ends at `junction`."""

@@ -1,0 +1,200 @@
+"""One prompt from start to end: its chunks, its steps, and what they leave idle."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from chunk_planner.chunks import Chunks
+from chunk_planner.errors import PlannerError
+from chunk_planner.idle import IdleReason, cut_reason
+from chunk_planner.rule import Rule
+from chunk_planner.stall import Stall, find_stall, room_tokens
+
+#: Longer than any prompt: what the repeating cycle is read from.
+_ENDLESS = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """What the scheduler does with one prompt while the same decodes run ahead of it.
+
+    Sizes in tokens, one chunk a step. A stalled plan holds the chunks before the stall.
+    """
+
+    rule: Rule = field(repr=False)
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    decode_tokens: int
+    shared_prefix_boundary: int
+    chunks: Chunks
+    #: mean chunk over the repeating cycle of a long prompt beside these decodes
+    tokens_per_step: float
+    #: 1 - tokens per step / budget for a long prompt without decodes; budget = scheduled_budget
+    idle_share: float
+    #: 1 - tokens_per_step / the room that these decodes leave (0 where they leave none)
+    idle_share_with_decodes: float
+    #: idle tokens of all steps of this prompt, by reason; reasons without any are left out
+    idle_tokens: Mapping[IdleReason, int]
+    #: budget that was left because the prompt had nothing more to compute
+    no_work_tokens: int
+    stall: Stall | None
+
+    @property
+    def steps(self) -> int:
+        """Steps from the first chunk to the last."""
+        return len(self.chunks)
+
+    @property
+    def stalled(self) -> str | None:
+        """Why the prompt makes no progress while these decodes last, None if it does."""
+        return self.stall.text if self.stall else None
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Positions whose recurrent state is cached, before the engine's retention drops any."""
+        prompt, junction = self.num_prompt_tokens, self.shared_prefix_boundary
+        positions = []
+        end = self.num_computed_tokens
+        for chunk in self.chunks:
+            start, end = end, end + chunk
+            inside = self.rule.exported_checkpoint(start, end, prompt) if end >= prompt else 0
+            if inside:
+                positions.append(inside)
+            if self.rule.caches_state(end, prompt, junction):
+                positions.append(end)
+        return positions
+
+
+def plan_prefill(
+    rule: Rule,
+    num_prompt_tokens: int,
+    num_computed_tokens: int = 0,
+    decode_tokens: int = 0,
+    *,
+    decode_requests: int | None = None,
+    shared_prefix_boundary: int = 0,
+) -> ChunkPlan:
+    """Plan one prompt, alone or behind decodes that last as long as it does.
+
+    Args:
+        rule: a `ChunkRule`, or a live scheduler's (`chunk_planner.engine.live_rule`).
+        num_prompt_tokens: its length.
+        num_computed_tokens: a prefix hit.
+        decode_tokens: tokens that decodes ahead of it take from every step.
+        decode_requests: how many requests these are (each is charged the draft slots); None:
+            one for each token.
+        shared_prefix_boundary: where the prefix it shares with an earlier prompt ends, 0 for none.
+
+    Raises:
+        PlannerError: a value outside its range, by name.
+    """
+    decode_requests = decode_tokens if decode_requests is None else decode_requests
+    _check(num_prompt_tokens, num_computed_tokens, decode_tokens, decode_requests)
+    prompt, junction, block = num_prompt_tokens, shared_prefix_boundary, rule.block_size
+    room = room_tokens(rule, decode_tokens, decode_requests)
+    # What is left behind a chunk: the draft slots are charged once more for it.
+    token_budget, slots = rule.scheduled_budget - decode_tokens, rule.draft_slots
+    threshold = rule.threshold(1 + decode_requests)
+    most = min(room, threshold or room)
+
+    runs: list[tuple[tuple[int, ...], int]] = []
+    idle: dict[IdleReason, int] = {}
+    no_work = 0
+    stall = None
+    start = num_computed_tokens
+    while start < prompt and stall is None:
+        # The steps to the next block boundary. Where they saw nothing but the grid and the
+        # budget, the same steps follow for as long as that holds.
+        first, pattern = start, []
+        reach = rule.regular_until(start, prompt, None, junction)
+        reach = min(reach, prompt - rule.prefill_lookahead_tokens)
+        charges: dict[IdleReason, int] = {}
+        regular = False
+        while True:
+            missing = prompt - start
+            wanted = min(missing, most)
+            split = rule.split(start, wanted, prompt, None, junction) if wanted > 0 else 0
+            got = rule.reserve(missing, split)
+            if got <= 0:
+                beside = room if decode_tokens else None
+                stall = find_stall(rule, start, prompt, junction, beside)
+                regular = False
+                break
+            left = max(0, min(token_budget - got, room - got - slots))
+            if charge := min(missing - got, left):
+                if threshold and threshold < min(missing, room):
+                    reason = "threshold"
+                else:
+                    reason = cut_reason(rule, start, wanted, split, got, prompt, junction)
+                charges[reason] = charges.get(reason, 0) + charge
+            no_work += left - charge
+            regular = start + room <= reach
+            pattern.append(got)
+            start += got
+            if not regular or start % block == 0:
+                break
+        times = 1
+        if regular and first % block == 0:
+            cycle = start - first
+            times += max(0, reach - room - start + got) // cycle
+            start += (times - 1) * cycle
+        _append(runs, tuple(pattern), times)
+        for reason, charge in charges.items():
+            idle[reason] = idle.get(reason, 0) + charge * times
+
+    with_decodes = _tokens_per_step(rule, most)
+    alone = with_decodes
+    if decode_requests:
+        lone = room_tokens(rule)
+        alone = _tokens_per_step(rule, min(lone, rule.threshold(1) or lone))
+    return ChunkPlan(
+        rule=rule,
+        num_prompt_tokens=prompt,
+        num_computed_tokens=num_computed_tokens,
+        decode_tokens=decode_tokens,
+        shared_prefix_boundary=junction,
+        chunks=Chunks(runs),
+        tokens_per_step=with_decodes,
+        idle_share=1 - alone / rule.scheduled_budget,
+        idle_share_with_decodes=1 - with_decodes / room if room > 0 else 0.0,
+        idle_tokens=idle,
+        no_work_tokens=no_work,
+        stall=stall,
+    )
+
+
+def _append(runs: list[tuple[tuple[int, ...], int]], pattern: tuple[int, ...], times: int) -> None:
+    if runs and runs[-1][0] == pattern:
+        times += runs.pop()[1]
+    if pattern:
+        runs.append((pattern, times))
+
+
+def _tokens_per_step(rule: Rule, most: int) -> float:
+    """Mean chunk over the repeating cycle of an endless prompt that gets `most` tokens a step."""
+    start, steps = 0, 0
+    seen: dict[int, tuple[int, int]] = {}
+    while (offset := start % rule.block_size) not in seen:
+        seen[offset] = start, steps
+        got = rule.split(start, most, _ENDLESS) if most > 0 else 0
+        if got <= 0:
+            return 0.0
+        start, steps = start + got, steps + 1
+    since, before = seen[offset]
+    return (start - since) / (steps - before)
+
+
+def _check(prompt: int, computed: int, decode_tokens: int, decode_requests: int) -> None:
+    if prompt < 1:
+        raise PlannerError(f"num_prompt_tokens = {prompt} must be at least 1")
+    if not 0 <= computed < prompt:
+        raise PlannerError(
+            f"num_computed_tokens = {computed} must be from 0 to num_prompt_tokens - 1 = "
+            f"{prompt - 1}: the last token of a prompt is always computed"
+        )
+    if decode_tokens < 0:
+        raise PlannerError(f"decode_tokens = {decode_tokens} must be at least 0")
+    if not 0 <= decode_requests <= decode_tokens or (decode_tokens and not decode_requests):
+        raise PlannerError(
+            f"decode_requests = {decode_requests} must be from 1 to decode_tokens = "
+            f"{decode_tokens}, or 0 where that is 0"
+        )
