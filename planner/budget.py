@@ -145,7 +145,7 @@ def recommend(
     if cost is None:
         recommended, notes = _choose_by_rule(current, options, findings)
     else:
-        recommended, notes = _choose_by_cost(current, options, max(PLATEAU, cost.noise))
+        recommended, notes = _choose_by_cost(current, options, cost, rule.block_size)
     if prompt <= rule.block_size:
         notes.append(Finding("prompts_below_block", {"prompt_tokens": prompt}))
     return Recommendation(
@@ -245,9 +245,10 @@ def _choose_by_rule(
 
 
 def _choose_by_cost(
-    current: Budget, options: Sequence[Budget], tolerance: float
+    current: Budget, options: Sequence[Budget], cost: StepCost, block_size: int
 ) -> tuple[Budget, list[Finding]]:
     """The smallest budget on the plateau, alone and with decodes."""
+    tolerance = max(PLATEAU, cost.noise)
     feasible = [
         one for one in [current, *options] if one.infeasible is None and one.slowdown is not None
     ]
@@ -264,9 +265,9 @@ def _choose_by_cost(
     chosen = min(plateau or [min(feasible, key=worst.get)], key=lambda b: b.max_num_batched_tokens)
     notes = []
     widest = max(feasible, key=lambda one: one.tokens_per_step)
-    beyond = [one for one in options if one.tokens_per_step > widest.tokens_per_step]
-    narrower = [one for one in feasible if one.tokens_per_step < widest.tokens_per_step]
-    if beyond and narrower and min(one.slowdown for one in narrower) > tolerance:
+    others = [one for one in feasible if one.tokens_per_step < widest.tokens_per_step]
+    at_the_end = widest.max_num_batched_tokens + block_size > cost.max_tokens
+    if at_the_end and others and min(one.slowdown for one in others) > tolerance:
         notes.append(Finding("still_on_slope", {"tokens": widest.max_num_batched_tokens}))
     return chosen, notes
 
