@@ -106,9 +106,10 @@ def _finding(finding: Finding, recommendation: Recommendation) -> str:
     if finding.kind == "no_headroom":
         above = values["above"]
         when = "any decode" if above == 0 else f"more than {above} decoding requests"
+        stops = "stops" if above == 0 else "stop"
         return (
-            f"With budget {budget} and {block}-token blocks, {when} in a step stop prefill until "
-            f"they finish: no whole block fits beside them (rule; up to "
+            f"With budget {budget} and {block}-token blocks, {when} in a step {stops} prefill "
+            "until they finish: no whole block fits beside them (rule; up to "
             f"{recommendation.workload.most_decodes} requests can decode at once)."
         )
     if finding.kind == "stalled":
@@ -152,7 +153,8 @@ def _suggestion(recommendation: Recommendation) -> str:
     text = (
         f"Set {flags(recommendation, best)}: {best.blocks} x {recommendation.rule.block_size} + "
         f"{best.headroom_tokens} for D = {best.decodes} {decodes} sharing a step + "
-        f"{best.lane_tokens} for a short prompt beside them; {tokens(best.tokens_per_step)} tokens "
+        f"{best.lane_tokens} for a short prompt beside them{_rounded(recommendation)}; "
+        f"{tokens(best.tokens_per_step)} tokens "
         f"a step, {percent(best.idle_share)} idle alone"
     )
     if best.slowdown is None:
@@ -161,6 +163,12 @@ def _suggestion(recommendation: Recommendation) -> str:
     if best.mixed_step_ms is not None:
         text += f", {best.mixed_step_ms:.0f} ms for a step that decodes share"
     return text + f" ({recommendation.evidence})." + _stall_limit(recommendation)
+
+
+def _rounded(recommendation: Recommendation) -> str:
+    best, block = recommendation.recommended, recommendation.rule.block_size
+    parts = best.blocks * block + best.headroom_tokens + best.lane_tokens
+    return ", rounded up" if parts < best.max_num_batched_tokens else ""
 
 
 def _stall_limit(recommendation: Recommendation) -> str:

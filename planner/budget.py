@@ -138,12 +138,13 @@ def recommend(
     prompt = prompt_tokens or min(
         max(REFERENCE_PROMPT_TOKENS, 8 * rule.block_size), limits.max_model_len or 1 << 60
     )
-    rules = [rule, *_candidate_rules(rule, workload, limits, cost)]
-    scored = [_limited(evaluate(option, workload, prompt, cost), limits, rule) for option in rules]
-    current, *options = _with_slowdowns(scored)
+    scored = [evaluate(rule, workload, prompt, cost)]
+    for blocks, option in _candidate_rules(rule, workload, limits, cost):
+        scored.append(evaluate(option, workload, prompt, cost, blocks=blocks))
+    current, *options = _with_slowdowns([_limited(one, limits, rule) for one in scored])
     findings = diagnose(rule, current, workload, lmcache=limits.lmcache)
     if cost is None:
-        recommended, notes = _choose_by_rule(current, options, findings)
+        recommended, notes = _choose_by_rule(current, options, findings, rule.block_size)
     else:
         recommended, notes = _choose_by_cost(current, options, cost, rule.block_size)
     if prompt <= rule.block_size:
@@ -163,22 +164,31 @@ def recommend(
 
 def _candidate_rules(
     rule: Rule, workload: Workload, limits: Constraints, cost: StepCost | None
-) -> list[Rule]:
+) -> list[tuple[int, Rule]]:
+    """`(blocks, rule at that candidate's budget)`, by budget."""
     block, slots = rule.block_size, rule.draft_slots
     if limits.lmcache:
         # The largest budget LMCache takes leaves decodes the most room beside its one block.
-        return [rule.with_budget(2 * block - 1)]
+        return [(1, rule.with_budget(2 * block - 1))]
     most = max(LARGEST_DEFAULT, 2 * rule.max_num_batched_tokens)
     if cost is not None:
         most = max(cost.max_tokens, 2 * block)
     if limits.max_model_len:
         most = min(most, limits.max_model_len)
     ladder = block_ladder(rule.max_num_batched_tokens // block, block, most)
-    budgets = [candidate_budgets(block, blocks, workload, slots) for blocks in ladder]
+    budgets = [(n, *candidate_budgets(block, n, workload, slots)) for n in ladder]
+    # One block keeps room for every sequence, more keep it for the typical number: with many
+    # sequences one block can cost more than two.
+    worth = [
+        one
+        for one, after in zip(budgets, [*budgets[1:], None], strict=True)
+        if after is None or one[1] < after[1]
+    ]
     # A user who set max_num_scheduled_tokens has to raise both; otherwise it follows.
     both = rule.scheduled_budget != rule.max_num_batched_tokens
     return [
-        rule.with_budget(batched, scheduled if both else None) for batched, scheduled in budgets
+        (n, rule.with_budget(batched, scheduled if both else None))
+        for n, batched, scheduled in worth
     ]
 
 
@@ -224,17 +234,21 @@ def _with_slowdowns(scored: Sequence[Scored]) -> list[Budget]:
 
 
 def _choose_by_rule(
-    current: Budget, options: Sequence[Budget], findings: Sequence[Finding]
+    current: Budget, options: Sequence[Budget], findings: Sequence[Finding], block_size: int
 ) -> tuple[Budget, list[Finding]]:
     """The smallest step up, and only if something is wrong that a budget can mend."""
     if current.infeasible is None and not any(one.mended_by_budget for one in findings):
         return current, []
+    # Whole blocks beside the decodes have to gain on what a step holds now. Where headroom is all
+    # that is missing, the same blocks with headroom will do.
+    only_headroom = {one.kind for one in findings} == {"no_headroom"}
+    needed = current.blocks * block_size if only_headroom else current.tokens_per_step + 1
     larger = [
         option
         for option in options
         if option.infeasible is None
         and option.max_num_batched_tokens > current.max_num_batched_tokens
-        and (option.tokens_per_step > current.tokens_per_step or current.stalled)
+        and (option.blocks * block_size >= needed or current.stalled)
     ]
     if larger:
         return min(larger, key=lambda option: option.max_num_batched_tokens), []

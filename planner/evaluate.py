@@ -15,7 +15,8 @@ class Budget:
 
     max_num_batched_tokens: int
     max_num_scheduled_tokens: int
-    #: whole blocks in a step of a long prompt, decodes left out; 0 where a block is larger
+    #: whole blocks in a step: beside the expected decodes for a candidate, else for a prompt that
+    #: is alone; 0 where a block is larger than the budget
     blocks: int
     tokens_per_step: float
     idle_share: float
@@ -60,15 +61,21 @@ class Scored:
 
 
 def evaluate(
-    rule: Rule, workload: Workload, prompt_tokens: int, cost: StepCost | None = None
+    rule: Rule,
+    workload: Workload,
+    prompt_tokens: int,
+    cost: StepCost | None = None,
+    *,
+    blocks: int | None = None,
 ) -> Scored:
     """Plan `prompt_tokens` at the rule's budget, alone and beside the expected decodes.
 
+    `blocks` is what the budget was made for, None for a budget that was made for nothing.
     A step outside the measured range makes the budget infeasible, with the reason in it.
     """
     k, slots, block = workload.num_speculative_tokens, rule.draft_slots, rule.block_size
     room = min(rule.scheduled_budget, rule.max_num_batched_tokens - slots)
-    blocks = room // block
+    blocks = room // block if blocks is None else blocks
     decodes = workload.decodes(blocks)
     alone = plan_prefill(rule, prompt_tokens)
     mixed = plan_prefill(

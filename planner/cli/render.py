@@ -21,4 +21,8 @@ def print_table(
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(*[str(cell) for cell in row])
-    Console(highlight=False, soft_wrap=False).print(table)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe or a file has no width; 80 columns would fold every header.
+        console.width = 140
+    console.print(table)
