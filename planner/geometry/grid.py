@@ -1,0 +1,249 @@
+"""The granularity of the block: what the attention kernels and the checkpoints make it.
+
+Sources: each backend's `get_supported_kernel_block_sizes`, `_get_backend_priorities`
+(vllm/platforms/cuda.py), `update_block_size_for_backend` and `_align_hybrid_block_size`
+(vllm/platforms/interface.py), vllm/platforms/{cpu,xpu}.py, and
+`get_mamba_prefill_checkpoint_alignment` (vllm/model_executor/layers/mamba/abstract.py, 0.33).
+"""
+
+from dataclasses import dataclass
+from math import lcm
+
+from chunk_planner.errors import PlannerError
+from chunk_planner.geometry.attention import is_mla, is_sparse
+from chunk_planner.geometry.families import Family
+from chunk_planner.geometry.settings import EngineSettings
+from chunk_planner.models.config import ModelConfig
+
+#: attention backend -> smallest kernel block in tokens
+KERNEL_BLOCK = {
+    "FLASH_ATTN": 16,
+    "FLASHINFER": 16,
+    "TRITON_ATTN": 16,
+    "TRITON_FLASH_ATTN": 16,
+    "TRITON_FLASHINFER": 16,
+    "FLEX_ATTENTION": 16,
+    "TURBOQUANT": 16,
+    "ULTRAQUANT": 1,
+    "ROCM_ATTN": 16,
+    "ROCM_AITER_FA": 16,
+    "ROCM_AITER_UNIFIED_ATTN": 16,
+    "B12X": 64,
+    "HPC_ATTN": 64,
+    "CPU_ATTN": 32,
+    "FLASHMLA": 64,
+    "FLASHMLA_SPARSE": 64,
+    "CUTLASS_MLA": 128,
+    "FLASHINFER_MLA": 32,
+    "FLASHINFER_MLA_SPARSE": 32,
+    "FLASHINFER_MLA_SPARSE_SM90": 64,
+    "FLASHINFER_MLA_SPARSE_SM120": 64,
+    "FLASH_ATTN_MLA": 16,
+    "FLASH_ATTN_MLA_SPARSE": 64,
+    "TRITON_MLA": 16,
+    "TOKENSPEED_MLA": 32,
+    "ROCM_AITER_MLA": 1,
+    "ROCM_AITER_MLA_SPARSE": 1,
+    "CPU_MLA": 16,
+    "AMX_MLA": 32,
+}
+# Backends that ask for more than their smallest kernel block where no --block-size is given.
+_PREFERRED = {"ROCM_AITER_UNIFIED_ATTN": 64, "ULTRAQUANT": 64, "B12X": 128}
+
+#: vLLM's `CacheConfig.DEFAULT_BLOCK_SIZE`, and the CPU platform's own
+DEFAULT_BLOCK, CPU_BLOCK = 16, 128
+#: the MLA decode kernels want whole 128-token groups of kernel blocks
+MLA_FLOOR = 128
+#: vLLM's `FA4_HD256_PAGE_SIZE`: FlashAttention 4 with a head of 256 on SM10x and SM11x
+_FA4_HEAD_256_PAGE = 128
+#: `FLASHINFER_GDN_CHECKPOINT_ALIGNMENT`
+_GDN_CHECKPOINT = 64
+#: the XPU GDN kernel's block
+_XPU_GDN_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the block may grow, in tokens.
+
+    Attributes:
+        step: the block is this many tokens times the least number that holds the state.
+        rounding: and is then rounded up to a multiple of this.
+        base: the block is never smaller.
+        words: what made `step`.
+    """
+
+    step: int
+    rounding: int
+    base: int
+    words: str
+
+    @property
+    def tokens(self) -> int:
+        return lcm(self.step, self.rounding)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """State a backend can export from inside the final chunk.
+
+    Attributes:
+        blocks: state blocks per request kept for it.
+        alignment: token grid of the export; None without one.
+        block_alignment: what it makes the block a multiple of (from 0.33 on).
+    """
+
+    blocks: int = 0
+    alignment: int | None = None
+    block_alignment: int = 1
+
+
+def attention_backend(config: ModelConfig, settings: EngineSettings) -> str:
+    """The backend asked for, else the one vLLM tries first on this device."""
+    if settings.attention_backend:
+        name = settings.attention_backend.upper()
+        if name not in KERNEL_BLOCK:
+            raise PlannerError(
+                f"attention_backend = {name!r} is not one of {', '.join(KERNEL_BLOCK)}"
+            )
+        return name
+    device = settings.device
+    if settings.kv_cache_dtype.startswith("turboquant"):
+        return "TURBOQUANT"
+    if settings.kv_cache_dtype == "ultraquant_4bit":
+        return "ULTRAQUANT"
+    if device.platform == "cpu":
+        return "CPU_MLA" if is_mla(config) else "CPU_ATTN"
+    if device.platform == "rocm":
+        if not is_mla(config):
+            return "ROCM_ATTN"
+        return "ROCM_AITER_MLA_SPARSE" if is_sparse(config) else "ROCM_AITER_MLA"
+    major = device.capability[0]
+    if not is_mla(config):
+        if settings.kv_cache_dtype.endswith("per_token_head"):
+            return "TRITON_ATTN"
+        return "FLASHINFER" if major == 10 else "FLASH_ATTN"
+    if is_sparse(config):
+        by_major = {10: "FLASHINFER_MLA_SPARSE", 12: "FLASHINFER_MLA_SPARSE_SM120"}
+        sm90 = "FLASH_ATTN_MLA_SPARSE"
+        if config.integer("qk_rope_head_dim", 0, minimum=0) == 0:
+            sm90 = "FLASHINFER_MLA_SPARSE_SM90"
+        return by_major.get(major, sm90)
+    return {9: "FLASH_ATTN_MLA", 10: "FLASHINFER_MLA"}.get(major, "TRITON_MLA")
+
+
+def _kernel_block(config: ModelConfig, settings: EngineSettings, backend: str, head: int) -> int:
+    device = settings.device
+    if backend == "FLASH_ATTN":
+        if device.platform == "xpu":
+            return 64
+        if device.capability[0] in (10, 11) and head == 256:
+            return _FA4_HEAD_256_PAGE
+        fp8 = settings.kv_cache_dtype in ("fp8", "fp8_e4m3")
+        if settings.release >= (0, 31) and device.capability[0] == 9 and fp8 and head == 512:
+            return 64
+    return KERNEL_BLOCK[backend]
+
+
+def _indexer_block(config: ModelConfig, settings: EngineSettings) -> int:
+    """Smallest kernel block of the indexer's own cache; 1 for a model without one."""
+    if not is_sparse(config) or settings.device.platform != "cuda":
+        return 1
+    pool = config.integer("index_kpool", 1)
+    if pool == 1:
+        return 64
+    # The paged logits kernel reads 32 or 64 pooled entries at a time, on SM120 only 64.
+    return pool * (64 if settings.device.capability[0] == 12 else 32)
+
+
+def grid(
+    config: ModelConfig,
+    settings: EngineSettings,
+    backend: str,
+    head: int,
+    checkpoint: Checkpoint,
+    family: Family,
+) -> Grid:
+    """The grid of one engine. `head` is the attention head (or latent) size."""
+    kernel = _kernel_block(config, settings, backend, head)
+    indexer = _indexer_block(config, settings)
+    base = settings.block_size
+    if base is None:
+        if settings.device.platform == "cpu":
+            base = CPU_BLOCK if backend != "CPU_MLA" else 16
+        else:
+            base = _PREFERRED.get(backend, kernel)
+            base = base if DEFAULT_BLOCK % kernel or backend in _PREFERRED else DEFAULT_BLOCK
+            if settings.release >= (0, 31):
+                base = lcm(base, indexer)
+    step, words = max(kernel, base), f"{backend} kernel block {kernel}, base block {base}"
+    if is_mla(config):
+        step = max(step, MLA_FLOOR)
+        words += f", MLA floor {MLA_FLOOR}"
+    if settings.release >= (0, 33) and checkpoint.block_alignment > 1:
+        step = lcm(step, checkpoint.block_alignment)
+        words += f", checkpoint alignment {checkpoint.block_alignment}"
+    rounding = 1
+    if settings.release >= (0, 32):
+        rounding = lcm(kernel, indexer)
+    elif config.integer("index_kpool", 1) > 1:
+        rounding = indexer
+    if settings.device.platform == "xpu" and family.name == "GDN":
+        rounding = lcm(rounding, _XPU_GDN_BLOCK)
+    if step % rounding:
+        words += f", kernel blocks {rounding}"
+    return Grid(step, rounding, base, words)
+
+
+def prefill_checkpoint(
+    config: ModelConfig, settings: EngineSettings, family: Family, model_dtype: str
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Whether this family's prefill kernels export a checkpoint mid-chunk, and the notes on it."""
+    release, device = settings.release, settings.device
+    if family.name == "Mamba2" and release >= (0, 32):
+        return Checkpoint(1, 1), ()
+    if family.name == "GDN":
+        return _gdn_checkpoint(config, settings)
+    exporting = ("KimiLinear", "KimiK3") if release < (0, 32) else ("KimiLinear", "KimiK3", "Glm5")
+    if family.name == "KDA" and config.architecture.startswith(exporting):
+        linear = config.get("linear_attn_config", {})
+        bounded = linear.get("gate_lower_bound", config.get("linear_lower_bound")) is not None
+        head = linear.get("head_dim", config.get("linear_head_dim"))
+        supported = (
+            device.platform == "cuda"
+            and device.capability[0] in (9, 10, 12)
+            and head == 128
+            and model_dtype == "bfloat16"
+            and bounded
+        )
+        if supported and settings.kda_prefill_backend in ("auto", "flashkda"):
+            return Checkpoint(1, 16), _assumed(settings, "FlashKDA prefill")
+    return Checkpoint(), ()
+
+
+def _gdn_checkpoint(
+    config: ModelConfig, settings: EngineSettings
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    if settings.release < (0, 33) or not config.architecture.startswith(
+        ("Qwen3Next", "Qwen3_5", "Qwen4Exp", "MiniCPMV4")
+    ):
+        return Checkpoint(), ()
+    device, backend = settings.device, settings.gdn_prefill_backend
+    major = device.capability[0]
+    # On SM10x and SM12x FlashInfer also needs CUDA 13; vLLM's wheels are built with it.
+    supported = device.platform == "cuda" and (
+        major == 9 or (major in (10, 12) and config.integer("linear_key_head_dim") == 128)
+    )
+    if not supported or backend not in ("auto", "flashinfer"):
+        return Checkpoint(), ()
+    notes = () if backend == "flashinfer" else _assumed(settings, "FlashInfer GDN prefill")
+    return Checkpoint(1, None, _GDN_CHECKPOINT), notes
+
+
+def _assumed(settings: EngineSettings, what: str) -> tuple[str, ...]:
+    if not settings.device.assumed:
+        return ()
+    return (
+        f"{what} assumed, as 'auto' picks it on a Hopper GPU; name another device with "
+        "--device-name",
+    )

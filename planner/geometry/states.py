@@ -1,0 +1,305 @@
+"""The recurrent state of one layer on one rank, per family.
+
+Shapes and dtypes follow `MambaStateShapeCalculator` and `MambaStateDtypeCalculator`
+(vllm/model_executor/layers/mamba/mamba_utils.py) as each model's
+`get_mamba_state_{shape,dtype}_from_config` calls them: the block size is taken from those.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from chunk_planner.errors import PlannerError
+from chunk_planner.geometry.settings import DTYPE_BYTES, EngineSettings
+from chunk_planner.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the state: its shape on a rank, its dtype and how the shape came about."""
+
+    shape: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+    words: str = ""
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype] if self.shape else 0
+
+
+@dataclass(frozen=True)
+class State:
+    """Convolution window and recurrent matrix of one layer; either may be absent."""
+
+    conv: Part = Part()
+    recurrent: Part = Part()
+
+    @property
+    def bytes(self) -> int:
+        return self.conv.bytes + self.recurrent.bytes
+
+
+StateOf = Callable[[ModelConfig, EngineSettings, "StateDtypes"], State]
+
+
+@dataclass(frozen=True)
+class StateDtypes:
+    """dtypes after vLLM's "auto" has been resolved."""
+
+    conv: str
+    recurrent: str
+
+
+def split(config: ModelConfig, what: str, value: int, tp: int) -> int:
+    """`value` per rank. Raises PlannerError where the ranks cannot share it evenly."""
+    if value % tp:
+        raise PlannerError(
+            f"tensor_parallel_size = {tp} does not divide {what} = {value} of {config.name}"
+        )
+    return value // tp
+
+
+def gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Gated DeltaNet: channels of q, k and v in the window; one matrix per value head."""
+    tp, k = settings.tensor_parallel_size, settings.num_speculative_tokens
+    key_heads, key_dim = (
+        config.integer("linear_num_key_heads"),
+        config.integer("linear_key_head_dim"),
+    )
+    value_heads = config.integer("linear_num_value_heads")
+    value_dim = config.integer("linear_value_head_dim")
+    window = config.integer("linear_conv_kernel_dim") - 1
+    split(config, "linear_num_key_heads", key_heads, tp)
+    heads = split(config, "linear_num_value_heads", value_heads, tp)
+    channels = 2 * key_dim * key_heads + value_dim * value_heads
+    return State(
+        Part(
+            (window + k, split(config, "convolution channels", channels, tp)),
+            dtypes.conv,
+            f"({window} + {k} drafted) x "
+            f"(2*{key_heads}*{key_dim} + {value_heads}*{value_dim})/{tp}",
+        ),
+        Part(
+            (heads, value_dim, key_dim),
+            dtypes.recurrent,
+            f"{value_heads}/{tp} heads x {value_dim} x {key_dim}",
+        ),
+    )
+
+
+def olmo_gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Olmo-Hybrid's GDN. Absent fields follow transformers' `OlmoHybridConfig`."""
+    text = dict(config.text)
+    heads = config.integer("num_attention_heads")
+    key_heads = text.setdefault("linear_num_key_heads", heads)
+    text.setdefault("linear_num_value_heads", heads)
+    text.setdefault(
+        "linear_key_head_dim", int(0.75 * config.integer("hidden_size") / (key_heads or heads))
+    )
+    text.setdefault("linear_value_head_dim", 2 * text["linear_key_head_dim"])
+    text.setdefault("linear_conv_kernel_dim", 4)
+    filled = ModelConfig(config.name, config.source, config.root, text, config.folder)
+    return gdn(filled, settings, dtypes)
+
+
+def _kda(
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtypes: StateDtypes,
+    heads: int,
+    dim: int,
+    kernel: int,
+) -> State:
+    tp, k = settings.tensor_parallel_size, settings.num_speculative_tokens
+    return State(
+        Part(
+            (kernel - 1 + k, split(config, "convolution channels", 3 * heads * dim, tp)),
+            dtypes.conv,
+            f"({kernel - 1} + {k} drafted) x 3*{heads}*{dim}/{tp}",
+        ),
+        Part(
+            (split(config, "KDA heads", heads, tp), dim, dim),
+            dtypes.recurrent,
+            f"{heads}/{tp} heads x {dim} x {dim}",
+        ),
+    )
+
+
+def kda(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Kimi Delta Attention of Kimi-Linear, Kimi-K3 and GLM-5.3-Flash.
+
+    `linear_attn_config` holds the sizes; transformers-native files carry them as `linear_*`.
+    """
+    linear = config.get("linear_attn_config", {})
+    sizes = ModelConfig(
+        config.name,
+        config.source,
+        config.root,
+        {
+            "linear_num_heads": linear.get("num_heads", config.get("linear_num_heads")),
+            "linear_head_dim": linear.get("head_dim", config.get("linear_head_dim")),
+            "linear_conv_kernel_dim": linear.get(
+                "short_conv_kernel_size", config.get("linear_conv_kernel_dim")
+            ),
+        },
+    )
+    names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    return _kda(config, settings, dtypes, *(sizes.integer(name) for name in names))
+
+
+def bailing_kda(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """KDA of Bailing-MoE v3 (Ling / Ring 3): as many heads as the attention has."""
+    names = ("num_attention_heads", "head_dim", "short_conv_kernel_size")
+    return _kda(config, settings, dtypes, *(config.integer(name) for name in names))
+
+
+def alice_kda(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """KDA of AliceAI, under GDN's field names."""
+    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_conv_kernel_dim")
+    return _kda(config, settings, dtypes, *(config.integer(name) for name in names))
+
+
+def _mamba2(
+    config: ModelConfig,
+    settings: EngineSettings,
+    dtypes: StateDtypes,
+    *,
+    inner: int,
+    groups: int,
+    heads: int,
+    head_dim: int,
+    state: int,
+    kernel: int,
+    drafted: int,
+) -> State:
+    tp = settings.tensor_parallel_size
+    # Groups that the ranks cannot share are replicated until every rank has its own.
+    copies = groups if groups % tp == 0 else tp
+    channels = inner + 2 * copies * state
+    return State(
+        Part(
+            (kernel - 1 + drafted, split(config, "convolution channels", channels, tp)),
+            dtypes.conv,
+            f"({kernel - 1} + {drafted} drafted) x ({inner} + 2*{copies}*{state})/{tp}",
+        ),
+        Part(
+            (split(config, "Mamba heads", heads, tp), head_dim, state),
+            dtypes.recurrent,
+            f"{heads}/{tp} heads x {head_dim} x {state}",
+        ),
+    )
+
+
+def nemotron_h(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Mamba2 of Nemotron-H and Nemotron 3 / 3.5."""
+    heads, head_dim = config.integer("mamba_num_heads"), config.integer("mamba_head_dim")
+    return _mamba2(
+        config,
+        settings,
+        dtypes,
+        inner=heads * head_dim,
+        groups=config.integer("n_groups", config.get("mamba_n_groups")) or 1,
+        heads=heads,
+        head_dim=head_dim,
+        state=config.integer("ssm_state_size"),
+        kernel=config.integer("conv_kernel", config.get("mamba_d_conv") or 4),
+        drafted=settings.num_speculative_tokens,
+    )
+
+
+def mamba2(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Mamba2 of Granite-4 hybrid, Bamba and Falcon-H1 (`mamba_*`) and Zamba2."""
+    hidden = config.integer("hidden_size")
+    inner = config.integer("mamba_d_ssm", 0) or int(config.get("mamba_expand", 2) * hidden)
+    heads = config.integer("mamba_n_heads", 0) or config.integer("n_mamba_heads")
+    head_dim = config.get("mamba_d_head", config.get("mamba_headdim", "auto"))
+    if head_dim == "auto":
+        head_dim = split_heads(config, inner, heads)
+    elif heads * head_dim != inner:
+        raise config.error(
+            "mamba_d_head", f"= {head_dim} times {heads} heads is not the inner size {inner}"
+        )
+    groups = "mamba_ngroups" if config.get("mamba_ngroups") else "mamba_n_groups"
+    # Up to 0.31 only Nemotron-H put the drafted tokens into the window the block is sized by.
+    drafted = settings.num_speculative_tokens if settings.release >= (0, 32) else 0
+    return _mamba2(
+        config,
+        settings,
+        dtypes,
+        inner=inner,
+        groups=config.integer(groups),
+        heads=heads,
+        head_dim=head_dim,
+        state=config.integer("mamba_d_state"),
+        kernel=config.integer("mamba_d_conv"),
+        drafted=drafted,
+    )
+
+
+def split_heads(config: ModelConfig, inner: int, heads: int) -> int:
+    if inner % heads:
+        raise config.error("mamba_n_heads", f"= {heads} does not divide the inner size {inner}")
+    return inner // heads
+
+
+def mamba1(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Mamba1 of Jamba. Drafted tokens do not enter its window."""
+    tp = settings.tensor_parallel_size
+    inner = config.integer("mamba_expand") * config.integer("hidden_size")
+    share = split(config, "the Mamba inner size", inner, tp)
+    window, state = config.integer("mamba_d_conv") - 1, config.integer("mamba_d_state")
+    return State(
+        Part((window, share), dtypes.conv, f"{window} x {inner}/{tp}"),
+        Part((share, state), dtypes.recurrent, f"{inner}/{tp} x {state}"),
+    )
+
+
+def short_conv(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """LFM2's gated short convolution: a window and nothing else.
+
+    The models do not pass the drafted tokens on, so the window has none.
+    """
+    tp = settings.tensor_parallel_size
+    channels = config.integer("conv_dim", 0) or config.integer("hidden_size")
+    window = config.integer("conv_L_cache") - 1
+    return State(
+        Part(
+            (window, split(config, "convolution channels", channels, tp)),
+            dtypes.conv,
+            f"{window} x {channels}/{tp}",
+        )
+    )
+
+
+def linear(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """Lightning and linear attention (MiniMax-Text-01, Bailing / Ring linear): no window."""
+    tp, heads = settings.tensor_parallel_size, config.integer("num_attention_heads")
+    dim = config.integer("head_dim", 0) or config.integer("hidden_size") // heads
+    return State(
+        recurrent=Part(
+            (split(config, "num_attention_heads", heads, tp), dim, dim),
+            dtypes.conv,
+            f"{heads}/{tp} heads x {dim} x {dim}",
+        )
+    )
+
+
+def qwen4_exp(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
+    """GDN with an N-gram embedding (PLE) whose dilated window every rank holds in full.
+
+    The block is sized by the larger of the two.
+    """
+    state = gdn(config, settings, dtypes)
+    if not config.get("ple_conv_kernel_size"):
+        return state
+    window = (config.integer("ple_conv_kernel_size") - 1) * config.integer("ngram_size")
+    channels = config.integer("hidden_size") * config.integer("hc_count")
+    k = settings.num_speculative_tokens
+    ple = State(
+        Part(
+            (window + k, channels),
+            dtypes.conv,
+            f"({window} + {k} drafted) x {channels} (PLE, every rank holds all channels)",
+        )
+    )
+    return max(state, ple, key=lambda state: state.bytes)
