@@ -58,19 +58,29 @@ def assert_lists_equal(actual: ChunkMetadata, expected: ChunkMetadata) -> None:
         left, right = getattr(actual, name), getattr(expected, name)
         assert (left is None) == (right is None), name
         if left is not None:
-            torch.testing.assert_close(left, right, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                left, right, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
-@pytest.mark.parametrize("chunk_size", [16, 63, 64, 256])
 @pytest.mark.parametrize(
-    ("num_seqs", "longest"),
-    [(0, 1), (1, 1), (1, 20_000), (7, 1151), (24, 2096), (63, 784), (1024, 65), (1500, 3)],
-    ids=lambda v: str(v),
+    ("num_seqs", "longest", "chunk_size", "inputs"),
+    [
+        (0, 1, 64, "plain"),
+        (1, 1, 64, "plain"),
+        (1, 20_000, 64, "plain"),
+        (7, 1151, 64, "plain"),
+        (7, 1151, 16, "plain"),
+        (7, 1151, 63, "plain"),
+        (7, 1151, 256, "computed"),
+        (7, 1151, 63, "checkpoints"),
+        (24, 2096, 256, "checkpoints"),
+        (1040, 3, 64, "plain"),  # more sequences than a program reads at a time
+    ],
 )
-@pytest.mark.parametrize("inputs", ["plain", "computed", "checkpoints"])
-def test_kernel_matches_reference(num_seqs: int, longest: int, chunk_size: int, inputs: str) -> None:
-    if num_seqs >= 1024 and chunk_size != 64:
-        pytest.skip("one chunk size is enough for the widest batches under the interpreter")
+def test_kernel_matches_reference(
+    num_seqs: int, longest: int, chunk_size: int, inputs: str
+) -> None:
     qsl, computed, checkpoints = random_batch(num_seqs + chunk_size, num_seqs, longest, empty=True)
     room = max_chunks(int(qsl[-1]), num_seqs, chunk_size, int((checkpoints > 0).sum()))
     arguments = {"num_computed_tokens": None, "checkpoint_offsets": None}
@@ -150,10 +160,10 @@ def test_bad_arguments_are_named(change: dict, message: str) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("num_seqs", [1, 5, 24, 200])
+@pytest.mark.parametrize("num_seqs", [1, 5, 24])
 def test_matches_flash_linear_attention_of_vllm(num_seqs: int) -> None:
     index = pytest.importorskip("vllm.third_party.flash_linear_attention.ops.index")
-    for seed in range(5):
+    for seed in range(3):
         qsl, _, _ = random_batch(seed, num_seqs, 700)
         indices = index.prepare_chunk_indices(qsl, 64)
         offsets = index.prepare_chunk_offsets(qsl, 64)
@@ -167,7 +177,7 @@ def test_matches_flash_linear_attention_of_vllm(num_seqs: int) -> None:
 @pytest.mark.parametrize("num_seqs", [1, 5, 24])
 def test_matches_mamba2_builder_of_vllm(num_seqs: int) -> None:
     builder = pytest.importorskip("vllm.v1.attention.backends.mamba_attn")
-    for seed in range(5):
+    for seed in range(3):
         qsl, computed, checkpoints = random_batch(seed, num_seqs, 900)
         cu_chunk_seqlens, seq_idx, last, at_checkpoint = (
             builder.BaseMambaAttentionMetadataBuilder._compute_chunk_metadata(
