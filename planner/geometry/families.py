@@ -46,13 +46,14 @@ _KDA = Family(
     ssm_dtype_default="float32",
     ssm_dtypes=("float32", "bfloat16"),
 )
-_BAILING_V3 = replace(_KDA, state=states.bailing_kda, layers=layers.bailing_v3, ssm_dtypes=())
+_BAILING_V3 = replace(_KDA, state=states.bailing_kda, layers=layers.bailing_grouped, ssm_dtypes=())
 _NEMOTRON = Family("Mamba2", states.nemotron_h, layers.nemotron_h)
 _NEMOTRON_HOOK = replace(
     _NEMOTRON, ssm_dtype_field="mamba_ssm_cache_dtype", ssm_dtype_default="float32"
 )
 _LFM2 = Family("ShortConv", states.short_conv, layers.lfm2)
 _LINEAR = Family("Linear attention", states.linear, layers.bailing_linear, ssm_dtypes=())
+_RING_LINEAR = replace(_LINEAR, layers=layers.bailing_grouped, last_release="none")
 _MINIMAX = Family(
     "Lightning attention", states.linear, layers.minimax, ssm_dtypes=(), last_release="0.23"
 )
@@ -95,8 +96,8 @@ FAMILIES: dict[str, Family] = {
     "MiniMaxM1ForCausalLM": _MINIMAX,
     "MiniMaxForCausalLM": _MINIMAX,
     "BailingMoeV2_5ForCausalLM": _LINEAR,
-    "BailingMoeLinearForCausalLM": replace(_LINEAR, last_release="none"),
-    "BailingMoeLinearV2ForCausalLM": replace(_LINEAR, last_release="none"),
+    "BailingMoeLinearForCausalLM": _RING_LINEAR,
+    "BailingMoeLinearV2ForCausalLM": _RING_LINEAR,
 }
 
 #: state-space models without attention: vLLM sizes no attention block for them

@@ -79,7 +79,7 @@ def kimi(config: ModelConfig) -> Layers:
     return Layers(len(kda), len(full))
 
 
-def bailing_v3(config: ModelConfig) -> Layers:
+def bailing_grouped(config: ModelConfig) -> Layers:
     """Every `layer_group_size`-th layer is attention, and so is what is left after the last."""
     total, group = config.integer("num_hidden_layers"), config.integer("layer_group_size")
     attention = sum((i + 1) % group == 0 or i >= total // group * group for i in range(total))

@@ -59,6 +59,11 @@ def split(config: ModelConfig, what: str, value: int, tp: int) -> int:
     return value // tp
 
 
+def _either(config: ModelConfig, name: str, other: str) -> int:
+    """Field `name`, or `other`, as a relative's files call it."""
+    return config.integer(other if config.get(name) is None and config.get(other) else name)
+
+
 def gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
     """Gated DeltaNet: channels of q, k and v in the window; one matrix per value head."""
     tp, k = settings.tensor_parallel_size, settings.num_speculative_tokens
@@ -198,11 +203,11 @@ def nemotron_h(config: ModelConfig, settings: EngineSettings, dtypes: StateDtype
         settings,
         dtypes,
         inner=heads * head_dim,
-        groups=config.integer("n_groups", config.get("mamba_n_groups")) or 1,
+        groups=_either(config, "n_groups", "mamba_n_groups"),
         heads=heads,
         head_dim=head_dim,
         state=config.integer("ssm_state_size"),
-        kernel=config.integer("conv_kernel", config.get("mamba_d_conv") or 4),
+        kernel=_either(config, "conv_kernel", "mamba_d_conv"),
         drafted=settings.num_speculative_tokens,
     )
 
@@ -211,7 +216,7 @@ def mamba2(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -
     """Mamba2 of Granite-4 hybrid, Bamba and Falcon-H1 (`mamba_*`) and Zamba2."""
     hidden = config.integer("hidden_size")
     inner = config.integer("mamba_d_ssm", 0) or int(config.get("mamba_expand", 2) * hidden)
-    heads = config.integer("mamba_n_heads", 0) or config.integer("n_mamba_heads")
+    heads = _either(config, "mamba_n_heads", "n_mamba_heads")
     head_dim = config.get("mamba_d_head", config.get("mamba_headdim", "auto"))
     if head_dim == "auto":
         head_dim = split_heads(config, inner, heads)
@@ -219,7 +224,6 @@ def mamba2(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -
         raise config.error(
             "mamba_d_head", f"= {head_dim} times {heads} heads is not the inner size {inner}"
         )
-    groups = "mamba_ngroups" if config.get("mamba_ngroups") else "mamba_n_groups"
     # Up to 0.31 only Nemotron-H put the drafted tokens into the window the block is sized by.
     drafted = settings.num_speculative_tokens if settings.release >= (0, 32) else 0
     return _mamba2(
@@ -227,7 +231,7 @@ def mamba2(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -
         settings,
         dtypes,
         inner=inner,
-        groups=config.integer(groups),
+        groups=_either(config, "mamba_n_groups", "mamba_ngroups"),
         heads=heads,
         head_dim=head_dim,
         state=config.integer("mamba_d_state"),
