@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from chunk_planner.engine.tiny_model import write_tiny_model
+from chunk_planner.engine.tiny_model import TINY_ENGINE_ENV, tiny_server_flags, write_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ MARK = "Chunk Planner"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(write_tiny_model(tmp_path_factory.mktemp("model"), block_size=BLOCK))
+    return Path(write_tiny_model(tmp_path_factory.mktemp("model"), block=BLOCK))
 
 
 def free_port() -> int:
@@ -67,11 +67,9 @@ def serve(
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(model), "--served-model-name", "tiny", "--port", str(port),
-        "--host", "127.0.0.1", "--load-format", "dummy", "--skip-tokenizer-init",
-        "--generation-config", "vllm", "--max-model-len", "20480", "--block-size", str(BLOCK),
-        *flags,
+        "--host", "127.0.0.1", "--max-model-len", "20480", *tiny_server_flags(BLOCK), *flags,
     ]  # fmt: skip
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", **(env or {})}
+    environment = {**os.environ, **TINY_ENGINE_ENV, **(env or {})}
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
