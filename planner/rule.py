@@ -19,9 +19,10 @@ class Release:
     """What differs between the supported vLLM releases in how they schedule a prefill."""
 
     version: str
-    #: `long_prefill_token_threshold` holds back nobody when only one request is in the engine;
-    #: the adaptive flag and `max_num_active_seqs` came with the same release
+    #: `long_prefill_token_threshold` does not hold back a request that is alone in the engine
     lone_request_ignores_threshold: bool = True
+    has_adaptive_threshold: bool = True
+    has_active_seqs: bool = True
     #: the last cacheable boundary leaves a token to recompute, also for a prompt of whole blocks
     boundary_leaves_a_token: bool = True
     #: block hashes may cover tokens after the block (`num_hash_lookahead_tokens`)
@@ -32,7 +33,13 @@ class Release:
 
 _0_32 = Release("0.32", has_hash_lookahead=False, reserve_skips_waiting=False)
 _0_31 = replace(_0_32, version="0.31", boundary_leaves_a_token=False)
-_0_30 = replace(_0_31, version="0.30", lone_request_ignores_threshold=False)
+_0_30 = replace(
+    _0_31,
+    version="0.30",
+    lone_request_ignores_threshold=False,
+    has_adaptive_threshold=False,
+    has_active_seqs=False,
+)
 RELEASES = {release.version: release for release in (_0_30, _0_31, _0_32, Release("0.33"))}
 SUPPORTED_VERSIONS = tuple(RELEASES)
 
@@ -274,10 +281,7 @@ class ChunkRule(Rule):
                 f"eagle_block_drop = True needs hash_lookahead_tokens = 0, "
                 f"not {self.hash_lookahead_tokens}: vLLM drops no block where hashes look ahead"
             )
-        if (
-            self.long_prefill_token_threshold_adaptive
-            and not release.lone_request_ignores_threshold
-        ):
+        if self.long_prefill_token_threshold_adaptive and not release.has_adaptive_threshold:
             raise PlannerError(
                 "long_prefill_token_threshold_adaptive = True must be False before vLLM 0.31 "
                 f"(vllm_version = {release.version!r})"

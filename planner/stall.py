@@ -42,9 +42,9 @@ def find_stall(
     shared_prefix_boundary: int = 0,
     room: int | None = None,
 ) -> Stall:
-    """Why a prefill at `start` that got nothing out of `room` tokens got nothing.
+    """Why a prefill that stands at `start` and got nothing got nothing.
 
-    `room` is what the decodes left it, None where nothing else runs.
+    `room` is what the decodes ahead of it left, None where nothing else was scheduled.
     """
     alone, block = room_tokens(rule), rule.block_size
     missing = num_prompt_tokens - start
@@ -52,25 +52,26 @@ def find_stall(
     split = 0
     if wanted > 0:
         split = rule.split(start, wanted, num_prompt_tokens, None, shared_prefix_boundary)
-    if room is not None and rule.reserve(missing, split):
-        needed = min(missing, block - start % block)
+    moves_alone = rule.reserve(missing, split) > 0
+    if room is not None and moves_alone:
         return Stall(
             "no_headroom",
             f"no prefill while these decodes run: they leave {max(room, 0)} of "
-            f"{rule.scheduled_budget} tokens a step and the next chunk needs {needed}",
+            f"{rule.scheduled_budget} tokens a step and the next chunk needs "
+            f"{min(missing, block - start % block)}",
         )
-    if split:
+    if split and not moves_alone:
         return Stall(
             "lookahead_reserve",
-            f"the prompt never finishes: its next chunk must end {missing - split} tokens before "
-            f"the end, on a block boundary, and must leave 0 or at least "
-            f"{rule.prefill_lookahead_tokens} tokens to read ahead",
+            f"the prompt never finishes: its next chunk would end {missing - split} tokens before "
+            f"the end, and must leave none or at least {rule.prefill_lookahead_tokens} for the "
+            "drafter to read ahead",
         )
-    if alone < min(block, rule.scheduled_budget):
+    if not split and alone < min(block, rule.scheduled_budget):
         return Stall(
             "draft_slots",
-            f"no prompt of a block or more ever starts: {rule.draft_slots} draft slots leave "
+            f"no prompt of a block or more ever starts: draft_slots = {rule.draft_slots} leaves "
             f"{max(alone, 0)} of max_num_batched_tokens = {rule.max_num_batched_tokens}, less than "
-            f"a block of {block}; set at least {block + rule.draft_slots}",
+            f"the block of {block}; set at least {block + rule.draft_slots}",
         )
-    return Stall("rule", f"the scheduler's rule gives this prompt nothing at token {start}")
+    return Stall("rule", f"the scheduler gives this prompt nothing at token {start}")

@@ -229,8 +229,8 @@ def run_schedule(
     """Step a scheduler through `requests` until all are finished or nothing moves any more.
 
     Args:
-        requests: with the fields of `chunk_planner.schedule.Request`; those with a prefix hit
-            arrive as after a finished transfer from another engine.
+        requests: with the fields of `chunk_planner.schedule.Request`; their prefix hits are what
+            the lookup is made to answer.
         accepted_tokens: most drafts a verification step accepts.
 
     Returns:
@@ -239,11 +239,12 @@ def run_schedule(
     requests = list(requests)
     lookup = scheduler._get_local_prefix_cache_hit
 
-    def with_junction(request: Request, *args: object) -> tuple:
-        blocks, hit, _, diverged = lookup(request, *args)
-        return blocks, hit, request.shared_prefix_boundary, diverged
+    def stated_hit(engine_request: Request, *args: object) -> tuple:
+        blocks, _, _, diverged = lookup(engine_request, *args)
+        request = requests[int(engine_request.request_id)]
+        return blocks, request.num_computed_tokens, request.shared_prefix_boundary, diverged
 
-    scheduler._get_local_prefix_cache_hit = with_junction
+    scheduler._get_local_prefix_cache_hit = stated_hit
     arrivals = sorted(range(len(requests)), key=lambda index: requests[index].arrival_step)
     drafts = [0] * scheduler.num_spec_tokens
     steps: list[dict[int, tuple[int, int]]] = []
@@ -284,12 +285,9 @@ def run_schedule(
 
 def _engine_request(name: str, request: object) -> Request:
     sampling = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
-    built = Request(
+    return Request(
         request_id=name,
         prompt_token_ids=[0] * request.num_prompt_tokens,
         sampling_params=sampling,
         pooling_params=None,
     )
-    built.num_computed_tokens = request.num_computed_tokens
-    built.shared_prefix_boundary = request.shared_prefix_boundary
-    return built
