@@ -107,7 +107,7 @@ def _resolve_dtype(
         raise PlannerError(f"kv_cache_dtype = {asked!r} came with vLLM 0.32")
     notes: list[str] = []
     if asked == "auto":
-        asked = _checkpoint_dtype(config, settings)
+        asked = _checkpoint_dtype(config)
         if asked != "auto":
             notes.append(f"the checkpoint asks for an {asked} KV cache, which 'auto' follows")
     sm100_glm = (
@@ -129,7 +129,7 @@ def _resolve_dtype(
     return asked, tuple(notes)
 
 
-def _checkpoint_dtype(config: ModelConfig, settings: EngineSettings) -> str:
+def _checkpoint_dtype(config: ModelConfig) -> str:
     """What `quantization_config` says about the KV cache, as vLLM reads it; else "auto"."""
     quant = config.root.get("quantization_config") or {}
     method = str(quant.get("quant_method", "")).lower().replace("_", "-")
@@ -150,6 +150,9 @@ def _checkpoint_dtype(config: ModelConfig, settings: EngineSettings) -> str:
                 return "fp8_e4m3"
             return "nvfp4" if bits == 4 and kind == "float" else "auto"
         return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(scheme).lower(), "auto")
+    if not quant:
+        quant = config.get("quantization_config", {})
+        method = str(quant.get("quant_method", "")).lower().replace("_", "-")
     if method == "compressed-tensors" and quant.get("kv_cache_scheme") and not is_mla(config):
         return "fp8"
     return "auto"

@@ -40,9 +40,12 @@ KERNEL_BLOCK = {
     "FLASHINFER_MLA_SPARSE_SM120": 64,
     "FLASH_ATTN_MLA": 16,
     "FLASH_ATTN_MLA_SPARSE": 64,
+    "FLASH_ATTN_MLA_SPARSE_FA4": 64,
     "TRITON_MLA": 16,
     "TOKENSPEED_MLA": 32,
+    "ROCM_SEGMENTED_ATTN": 16,
     "ROCM_AITER_MLA": 1,
+    "ROCM_AITER_TRITON_MLA": 1,
     "ROCM_AITER_MLA_SPARSE": 1,
     "CPU_MLA": 16,
     "AMX_MLA": 32,
@@ -113,7 +116,8 @@ def attention_backend(config: ModelConfig, settings: EngineSettings) -> str:
     if settings.kv_cache_dtype == "ultraquant_4bit":
         return "ULTRAQUANT"
     if device.platform == "cpu":
-        return "CPU_MLA" if is_mla(config) else "CPU_ATTN"
+        # Without AMX vLLM turns prefix caching off for MLA on a CPU, and with it the alignment.
+        return "AMX_MLA" if is_mla(config) else "CPU_ATTN"
     if device.platform == "rocm":
         if not is_mla(config):
             return "ROCM_ATTN"
@@ -147,11 +151,13 @@ def _kernel_block(config: ModelConfig, settings: EngineSettings, backend: str, h
 
 def _indexer_block(config: ModelConfig, settings: EngineSettings) -> int:
     """Smallest kernel block of the indexer's own cache; 1 for a model without one."""
-    if not is_sparse(config) or settings.device.platform != "cuda":
+    if not is_sparse(config):
         return 1
-    pool = config.integer("index_kpool", 1)
+    pool, cuda = config.integer("index_kpool", 1), settings.device.platform == "cuda"
     if pool == 1:
-        return 64
+        return 64 if cuda else 1
+    if not cuda and settings.release < (0, 32):
+        return 1
     # The paged logits kernel reads 32 or 64 pooled entries at a time, on SM120 only 64.
     return pool * (64 if settings.device.capability[0] == 12 else 32)
 
@@ -170,11 +176,11 @@ def grid(
     base = settings.block_size
     if base is None:
         if settings.device.platform == "cpu":
-            base = CPU_BLOCK if backend != "CPU_MLA" else 16
+            base = CPU_BLOCK
         else:
             base = _PREFERRED.get(backend, kernel)
             base = base if DEFAULT_BLOCK % kernel or backend in _PREFERRED else DEFAULT_BLOCK
-            if settings.release >= (0, 31):
+            if settings.release >= (0, 32):
                 base = lcm(base, indexer)
     step, words = max(kernel, base), f"{backend} kernel block {kernel}, base block {base}"
     if is_mla(config):

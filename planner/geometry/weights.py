@@ -138,7 +138,7 @@ def _feed_forward(config: ModelConfig) -> int:
         dense = pattern.count("-") if pattern else layers
         return dense * matrices * hidden * config.integer("intermediate_size")
     inner = config.integer("moe_intermediate_size", config.get("intermediate_size"))
-    width = config.integer("moe_latent_size", hidden)
+    width = config.integer("moe_latent_size", config.get("routed_expert_hidden_size") or hidden)
     shared = config.integer(
         "shared_expert_intermediate_size",
         config.get(
