@@ -40,7 +40,7 @@ def plan_step(
         rule: a `ChunkRule`, or a live scheduler's (`chunk_planner.engine.live_rule`).
         num_computed_tokens: [R] int, prefix hits included. R requests in scheduler order: the
             running ones as they were admitted, then the waiting ones.
-        num_tokens: [R] int, prompt and output so far.
+        num_tokens: [R] int, prompt and output so far, at least `num_computed_tokens`.
         num_prompt_tokens: [R] int.
         num_draft_tokens: [R] int, drafts that a running request carries; of a waiting one, how
             many placeholders vLLM would give it when a single token is left to compute (the
@@ -51,7 +51,8 @@ def plan_step(
         max_num_seqs: sequence slots (`max_num_active_seqs` where that is set). None: no limit.
 
     Raises:
-        PlannerError: arrays of different lengths, or a running request behind a waiting one.
+        PlannerError: arrays of different lengths or of no integers, or a running request behind
+            a waiting one.
     """
     start, tokens, prompt, drafts, waiting = _arrays(
         num_computed_tokens, num_tokens, num_prompt_tokens, num_draft_tokens, is_waiting
@@ -60,140 +61,134 @@ def plan_step(
     num_running = num_requests - int(np.count_nonzero(waiting))
     if waiting[:num_running].any():
         raise PlannerError("is_waiting: running requests come first; sort them before the waiting")
-    junctions = None
+    junctions = np.zeros_like(start)
     if shared_prefix_boundary is not None:
         (junctions,) = _arrays(shared_prefix_boundary, length=num_requests)
 
-    # Running decodes: what each asks for, and what those ahead of it take, all served in full.
+    # What each decode asks for; `taken` and `charged` count it and all decodes ahead in full.
+    threshold, slots = rule.threshold(num_requests), rule.draft_slots
+    prefills = (start < np.maximum(tokens - 1, prompt))[:num_running].nonzero()[0]
     scheduled = tokens + drafts
     scheduled -= start
-    threshold = rule.threshold(num_requests)
     if threshold:
         np.minimum(scheduled, threshold, out=scheduled)
-    visited = start < np.maximum(prompt, tokens - 1)
-    visited[num_running:] = True
-    scheduled[visited] = 0
+    scheduled[prefills] = 0
+    scheduled[num_running:] = 0
     np.maximum(scheduled, 0, out=scheduled)
-    ahead = np.cumsum(scheduled, dtype=np.int64)  # at a visited request, that of all before it
-    slots = rule.draft_slots
-    charged = ahead
-    if slots:
-        charged = ahead + slots * np.cumsum(scheduled > 0)
+    taken = np.add.accumulate(scheduled, dtype=np.int64)
+    charged = taken + slots * np.add.accumulate(scheduled > 0, dtype=np.int64) if slots else taken
 
-    # The others, in order; `spent` and `slots_spent` are theirs alone.
-    positions = np.flatnonzero(visited)
-    rows = zip(
-        positions.tolist(),
-        start[positions].tolist(),
-        tokens[positions].tolist(),
-        prompt[positions].tolist(),
-        drafts[positions].tolist(),
-        [0] * len(positions) if junctions is None else junctions[positions].tolist(),
-        (rule.scheduled_budget - ahead[positions]).tolist(),
-        (rule.max_num_batched_tokens - slots - charged[positions]).tolist(),
-        strict=True,
-    )
-    seats = num_requests if max_num_seqs is None else max_num_seqs - num_running
-    split, reserve = rule.split, rule.reserve
-    any_decode = bool(num_running) and bool(ahead[num_running - 1])
-    prefill_runs = False
-    spent = slots_spent = 0
-    got_at, got, checkpoints = [], [], []
-    for index, begin, total, prompt_end, extra, junction, token_budget, input_budget in rows:
-        room = min(token_budget - spent, input_budget - spent - slots_spent)
+    token_budget, input_budget = rule.scheduled_budget, rule.max_num_batched_tokens - slots
+    sizes: dict[int, int] = {}  # of prefills and waiting requests, in order
+    spent = charged_to_them = 0
+    columns = (start, tokens, prompt, drafts, junctions, taken, charged)
+    rows = zip(prefills.tolist(), *(column[prefills].tolist() for column in columns), strict=True)
+    for index, begin, total, prompt_end, extra, junction, ahead, charged_ahead in rows:
+        room = min(token_budget - ahead - spent, input_budget - charged_ahead - charged_to_them)
         if room <= 0:
             break
-        wanted = total - begin
-        placeholders = 0
-        if index < num_running:
-            wanted += extra
-        else:
-            if seats <= 0 or wanted <= 0:
-                break
-            # vLLM pads a lone last token to the size of the running decodes, or lets it wait.
-            if wanted == 1 and extra and not prefill_runs and (any_decode or begin):
-                if 1 + extra > room:
-                    break
-                placeholders, wanted = extra, 1 + extra
+        wanted = min(total - begin + extra, room)
         if threshold:
             wanted = min(wanted, threshold)
-        aligned = split(begin, min(wanted, room), prompt_end, total, junction)
-        if index >= num_running:
-            if aligned == 0:
-                break
-            if placeholders and aligned != 1 + placeholders:
-                aligned = 1
-        size = reserve(total - begin, aligned)
-        if size == 0:
-            if index < num_running or rule.release.reserve_skips_waiting:
-                continue
-            break
-        if index < num_running:
-            prefill_runs = True
-        else:
-            seats -= 1
-        spent += size
-        slots_spent += slots
-        got_at.append(index)
-        got.append(size)
-        end, prefill_end = begin + size, max(prompt_end, total - 1)
-        if begin < prefill_end and (
-            rule.caches_state(end, prompt_end, junction)
-            or (end >= prefill_end and rule.exported_checkpoint(begin, end, prefill_end))
-        ):
-            checkpoints.append(index)
+        aligned = rule.split(begin, wanted, prompt_end, total, junction)
+        # A running prefill that gets nothing holds up nobody.
+        if aligned and (size := rule.reserve(total - begin, aligned)):
+            sizes[index] = size
+            spent += size
+            charged_to_them += size + slots
 
-    if num_running:
-        room = rule.scheduled_budget - ahead[num_running - 1] - spent
-        if (
-            min(room, rule.max_num_batched_tokens - charged[num_running - 1] - spent - slots_spent)
-            < 0
-        ):
-            _cut_decodes(rule, scheduled, ahead, charged, got_at, got)
-    scheduled[got_at] = got
+    any_decode = bool(num_requests) and bool(taken[-1])
+    if num_requests:
+        token_budget -= int(taken[-1])
+        input_budget -= int(charged[-1])
+    prefill_runs, anything_runs = bool(sizes), bool(sizes) or any_decode
+    free_seats = num_requests if max_num_seqs is None else max_num_seqs - num_running
+    for index in range(num_running, num_requests):
+        room = min(token_budget - spent, input_budget - charged_to_them)
+        if room <= 0 or free_seats <= 0:
+            break
+        begin, total, placeholders = int(start[index]), int(tokens[index]), int(drafts[index])
+        wanted = total - begin
+        # vLLM pads a lone last token to the width of the decodes it joins, or lets it wait.
+        if wanted != 1 or prefill_runs or not (anything_runs or begin):
+            placeholders = 0
+        if placeholders and wanted + placeholders > room:
+            break
+        wanted = min(wanted + placeholders, room)
+        if threshold:
+            wanted = min(wanted, threshold)
+        aligned = rule.split(begin, wanted, int(prompt[index]), total, int(junctions[index]))
+        if aligned == 0:
+            break
+        if placeholders and aligned != 1 + placeholders:
+            aligned = 1
+        if size := rule.reserve(total - begin, aligned):
+            sizes[index] = size
+            spent += size
+            charged_to_them += size + slots
+            free_seats -= 1
+        elif not rule.release.reserve_skips_waiting:
+            break
+
+    if min(token_budget - spent, input_budget + slots - charged_to_them) < 0:
+        _cut_decodes(rule, scheduled, taken, charged, sizes)
     query_start_loc = np.zeros(num_requests + 1, np.int32)
-    np.cumsum(scheduled, dtype=np.int32, out=query_start_loc[1:])
     is_checkpoint = np.zeros(num_requests, bool)
-    is_checkpoint[checkpoints] = True
+    for index, size in sizes.items():
+        scheduled[index] = size
+        is_checkpoint[index] = _leaves_checkpoint(
+            rule, int(start[index]), size, int(tokens[index]), int(prompt[index]), junctions[index]
+        )
+    np.add.accumulate(scheduled, out=query_start_loc[1:])
     return StepPlan(scheduled, start + scheduled, is_checkpoint, query_start_loc)
+
+
+def _leaves_checkpoint(
+    rule: Rule, start: int, size: int, num_tokens: int, num_prompt_tokens: int, junction: int
+) -> bool:
+    """Whether a chunk of `size` tokens from `start` is prefill and leaves a cached state."""
+    end, prefill_end = start + size, max(num_prompt_tokens, num_tokens - 1)
+    if start >= prefill_end:
+        return False
+    if rule.caches_state(end, num_prompt_tokens, junction):
+        return True
+    return end >= prefill_end and rule.exported_checkpoint(start, end, prefill_end) > 0
 
 
 def _cut_decodes(
     rule: Rule,
     scheduled: NDArray[np.int32],
-    ahead: NDArray[np.int64],
+    taken: NDArray[np.int64],
     charged: NDArray[np.int64],
-    got_at: list[int],
-    got: list[int],
+    sizes: dict[int, int],
 ) -> None:
     """Cut the decodes' tokens, in place, where a budget ended ahead of or inside them.
 
-    `ahead` and `charged` count every decode in full. The first that is cut spends what is left of
-    a budget, so nothing behind it is served either.
+    The first that is cut spends what is left of a budget, so nothing behind it is served either.
     """
-    taken = np.zeros(len(scheduled), np.int64)
-    taken[got_at] = got
     slots = rule.draft_slots
-    room = rule.scheduled_budget - (ahead - scheduled) - np.cumsum(taken)
-    taken[got_at] += slots
-    own = scheduled + slots * (scheduled > 0)
-    charged = charged - own + np.cumsum(taken)
-    np.minimum(room, rule.max_num_batched_tokens - slots - charged, out=room)
+    others, slots_of_others = np.zeros((2, len(scheduled)), np.int64)
+    others[list(sizes)] = list(sizes.values())
+    slots_of_others[list(sizes)] = slots
+    ahead = taken - scheduled + np.cumsum(others)
+    charged_ahead = charged - scheduled - slots * (scheduled > 0) + np.cumsum(others)
+    charged_ahead += np.cumsum(slots_of_others) + slots
+    room = np.minimum(rule.scheduled_budget - ahead, rule.max_num_batched_tokens - charged_ahead)
     np.minimum(scheduled, np.maximum(room, 0), out=scheduled, casting="unsafe")
 
 
 def _arrays(*values: ArrayLike, length: int | None = None) -> list[NDArray]:
     arrays = [np.asarray(value) for value in values]
-    lengths = {array.shape for array in arrays}
+    shapes = {array.shape for array in arrays}
     if length is not None:
-        lengths.add((length,))
-    if len(lengths) > 1 or arrays[0].ndim != 1:
-        shapes = ", ".join(str(shape) for shape in sorted(lengths))
+        shapes.add((length,))
+    if len(shapes) > 1 or arrays[0].ndim != 1:
+        listed = ", ".join(str(shape) for shape in sorted(shapes))
         raise PlannerError(
-            f"a step's arrays have the shapes {shapes}; give each one entry a request"
+            f"a step's arrays have the shapes {listed}; give each one entry a request"
         )
     for array in arrays:
-        if array.dtype.kind not in "iub":
+        if array.dtype.kind not in "iub" and array.size:
             raise PlannerError(f"a step's arrays hold integers or booleans, not {array.dtype}")
     return [
         array if array.dtype == bool else array.astype(np.int32, copy=False) for array in arrays
