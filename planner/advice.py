@@ -55,6 +55,7 @@ def reasons(recommendation: Recommendation) -> list[str]:
     else:
         said.append(_suggestion(recommendation))
     said += [_note(note, recommendation) for note in recommendation.notes]
+    said += _kv_left(recommendation)
     if recommendation.evidence == "rule":
         said.append(
             "This is rule-only: it follows from vLLM's chunk rule, no step was timed. Whether "
@@ -193,6 +194,19 @@ def _keep(recommendation: Recommendation) -> str:
             text + f", {1 + now.slowdown:.2f}x the best time per token ({recommendation.evidence})."
         )
     return text + " (rule)."
+
+
+def _kv_left(recommendation: Recommendation) -> list[str]:
+    """Which of the shown budgets still hold the longest request, where memory is known."""
+    shown = [recommendation.current, *recommendation.candidates]
+    known = {one.max_num_batched_tokens: one for one in shown if one.kv_tokens is not None}
+    if not known:
+        return []
+    length = recommendation.max_model_len
+    lost = [str(tokens) for tokens in sorted(known) if not known[tokens].kv_fits]
+    if not lost:
+        return [f"Every budget shown leaves room for a request of {length} tokens (modelled)."]
+    return [f"No room for a request of {length} tokens is left at {', '.join(lost)} (modelled)."]
 
 
 def _note(note: Finding, recommendation: Recommendation) -> str:

@@ -67,6 +67,7 @@ class Recommendation:
     candidates: tuple[Budget, ...]
     evidence: str
     prompt_tokens: int
+    max_model_len: int | None = None
     findings: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
 
@@ -157,6 +158,7 @@ def recommend(
         candidates=tuple(options),
         evidence=cost.evidence if cost else "rule",
         prompt_tokens=prompt,
+        max_model_len=limits.max_model_len,
         findings=tuple(findings),
         notes=tuple(notes),
     )
@@ -199,7 +201,7 @@ def _limited(scored: Scored, limits: Constraints, rule: Rule) -> Scored:
     why = budget.infeasible
     kv = limits.kv_left(tokens) if limits.kv_left else None
     if kv is not None:
-        budget = replace(budget, kv_tokens=kv.kv_tokens)
+        budget = replace(budget, kv_tokens=kv.kv_tokens, kv_fits=kv.fits)
         if not kv.fits:
             why = why or f"the KV cache left does not hold {limits.max_model_len} tokens"
     if limits.lmcache and not rule.block_size <= tokens < 2 * rule.block_size:

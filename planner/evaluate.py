@@ -41,7 +41,9 @@ class Budget:
     mixed_step_ms: float | None = None
     #: prefill of the reference prompt, alone
     prompt_s: float | None = None
+    #: KV cache left, and whether it holds a request of `max_model_len`
     kv_tokens: int | None = None
+    kv_fits: bool | None = None
     #: why this budget cannot be recommended
     infeasible: str | None = None
 

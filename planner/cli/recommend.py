@@ -1,80 +1,152 @@
 """`chunk-planner recommend`: the budget to set instead, and the price of the alternatives."""
 
 import argparse
+import json
 
 from chunk_planner import advice
-from chunk_planner.budget import Constraints, Recommendation, recommend
+from chunk_planner.budget import Constraints, recommend
+from chunk_planner.cli.candidates_table import print_candidates
 from chunk_planner.cli.options import add_json, count
-from chunk_planner.cli.render import print_json, print_table
+from chunk_planner.cli.render import print_json
 from chunk_planner.cli.rule_options import add_rule_arguments, rule_from
+from chunk_planner.errors import PlannerError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_rule_arguments(parser)
+    from chunk_planner.cli.model_options import add_memory_arguments, add_model_arguments
+    from chunk_planner.geometry.budgets import USAGE_CONTEXTS
+
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="folder with config.json, that file, or a well-known name; not needed where "
+        "--block-size and --max-num-batched-tokens are given",
+    )
+    add_rule_arguments(parser, required=False)
     add = parser.add_argument
-    add("--max-num-seqs", type=count, default=256, metavar="N")
-    add("--num-speculative-tokens", type=count, default=0, metavar="K")
+    add("--max-num-seqs", type=count, metavar="N", help="default 256, or vLLM's for --gpu-memory")
+    add("--num-speculative-tokens", type=count, metavar="K")
     add("--expected-decodes", type=count, metavar="N", help="decoding requests that share a step")
     add("--short-prompt-tokens", type=count, metavar="TOKENS", help="room kept for a short prompt")
     add("--prompt-tokens", type=count, metavar="TOKENS", help="a typical long prompt")
     add("--max-model-len", type=count, metavar="TOKENS")
     add("--lmcache", action="store_true", help="the engine runs with LMCache")
+    add("--kv-transfer-config", metavar="JSON", help="as vLLM's; LMCache is recognised in it")
+    add("--slo-itl-ms", type=float, metavar="MS", help="longest step a decode may share")
+    add("--slo-ttft-s", type=float, metavar="S", help="longest prefill of the typical prompt")
+    add("--usage-context", choices=USAGE_CONTEXTS, default="server")
+    add_model_arguments(parser, model=False, rule_flags=False)
+    add_memory_arguments(parser, required=False)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    connector = _connector(args.kv_transfer_config)
+    args.lmcache = args.lmcache or "lmcache" in (connector or "").lower()
+    target = _from_model(args, connector) if args.model else _from_flags(args)
     found = recommend(
-        rule_from(args),
-        max_num_seqs=args.max_num_seqs,
-        num_speculative_tokens=args.num_speculative_tokens,
+        target["rule"],
+        max_num_seqs=target["max_num_seqs"],
+        num_speculative_tokens=target["num_speculative_tokens"],
         expected_decodes=args.expected_decodes,
         short_prompt_tokens=args.short_prompt_tokens,
+        kv_cache_requests=target.get("kv_cache_requests"),
         prompt_tokens=args.prompt_tokens,
-        constraints=Constraints(max_model_len=args.max_model_len, lmcache=args.lmcache),
+        constraints=Constraints(
+            max_model_len=target["max_model_len"],
+            kv_left=target.get("kv_left"),
+            lmcache=args.lmcache,
+            slo_itl_ms=args.slo_itl_ms,
+            slo_ttft_s=args.slo_ttft_s,
+        ),
     )
+    notes = target.get("notes", [])
     if args.json:
-        print_json({**found.to_json(), "reasons": advice.reasons(found)})
+        said = [*advice.reasons(found), *notes]
+        print_json({**found.to_json(), "reasons": said})
         return
     print_candidates(found)
-    for reason in advice.reasons(found):
-        print(f"\n{reason}")
+    for sentence in (*advice.reasons(found), *notes):
+        print(f"\n{sentence}")
 
 
-def print_candidates(found: Recommendation) -> None:
-    """The budgets side by side, the current one and the recommended one marked."""
-    best = found.recommended.max_num_batched_tokens
-    rows = []
-    shown = {c.max_num_batched_tokens: c for c in (*found.candidates, found.current)}
-    for budget in sorted(shown):
-        one = shown[budget]
-        mark = "now" if budget == found.current.max_num_batched_tokens else ""
-        if budget == best:
-            mark = "keep" if mark else "set"
-        rows.append(
-            [
-                mark,
-                budget,
-                one.blocks,
-                advice.tokens(one.tokens_per_step),
-                advice.percent(one.idle_share),
-                one.decodes,
-                advice.percent(one.idle_share_with_decodes),
-                one.short_prompt_wait_steps,
-                one.checkpoint_spacing_tokens,
-            ]
+def _from_flags(args: argparse.Namespace) -> dict:
+    for flag in ("block_size", "max_num_batched_tokens"):
+        if getattr(args, flag) is None:
+            raise PlannerError(f"give MODEL, or --{flag.replace('_', '-')}")
+    return {
+        "rule": rule_from(args),
+        "max_num_seqs": 256 if args.max_num_seqs is None else args.max_num_seqs,
+        "num_speculative_tokens": args.num_speculative_tokens or 0,
+        "max_model_len": args.max_model_len,
+    }
+
+
+def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
+    """What a model's config and vLLM's flags say about the engine they will start."""
+    from chunk_planner.cli.model_options import memory_from, settings_from
+    from chunk_planner.geometry import default_budget, kv_left, one_block_requests, resolve
+    from chunk_planner.speculative import rule_fields
+
+    args.vllm_version = args.vllm_version or ""
+    settings = settings_from(args)
+    geometry = resolve(args.model, settings)
+    notes = list(geometry.notes)
+    seqs = args.max_num_seqs
+    budget = args.max_num_batched_tokens
+    if args.gpu_memory is not None:
+        defaults = default_budget(
+            args.gpu_memory,
+            args.usage_context,
+            geometry.vllm_version,
+            device_name=args.device_name,
+            world_size=settings.tensor_parallel_size * settings.pipeline_parallel_size,
+            max_model_len=geometry.max_model_len,
         )
-    print_table(
-        [
-            "",
-            "budget",
-            "blocks",
-            "tokens/step",
-            "idle alone",
-            "D",
-            "idle with D decodes",
-            "short prompt waits (steps)",
-            "checkpoint every (tokens)",
-        ],
-        rows,
-        title=f"block {found.rule.block_size} tokens, evidence: {found.evidence}",
+        if seqs is None:
+            seqs = defaults.max_num_seqs
+        if budget is None:
+            budget = defaults.max_num_batched_tokens
+            notes.append(f"Budget {budget}: {defaults.reason}.")
+    if budget is None:
+        raise PlannerError(
+            "give --max-num-batched-tokens, or --gpu-memory to start from vLLM's own default"
+        )
+    seqs = 256 if seqs is None else seqs
+    # The flag is the base block; the rule works on the block it leads to.
+    args.block_size = geometry.block_size
+    args.max_num_batched_tokens = budget
+    args.vllm_version = geometry.vllm_version
+    k = geometry.num_speculative_tokens
+    drafting = rule_fields(
+        settings.speculative_method, k, geometry.vllm_version, kv_connector=bool(connector)
     )
+    rule = rule_from(args, checkpoint_alignment=geometry.checkpoint_alignment, **drafting)
+    target = {
+        "rule": rule,
+        "max_num_seqs": seqs,
+        "num_speculative_tokens": k,
+        "max_model_len": geometry.max_model_len,
+        "notes": notes,
+    }
+    memory = memory_from(args, max_num_seqs=seqs)
+    if memory is not None:
+        left = kv_left(geometry, memory, budget)
+        notes.append(f"KV cache left is {left.evidence}: {left.formula}.")
+        target["kv_left"] = lambda tokens: kv_left(geometry, memory, tokens)
+        target["kv_cache_requests"] = one_block_requests(geometry, left)
+    return target
+
+
+def _connector(text: str | None) -> str | None:
+    """The connector's name in `--kv-transfer-config`."""
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlannerError(f"--kv-transfer-config is not valid JSON ({error.msg})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("kv_connector"), str):
+        raise PlannerError("--kv-transfer-config must be a JSON object with a kv_connector name")
+    return config["kv_connector"]

@@ -5,7 +5,7 @@ of its memory profile, `default_budget()` the budget it picks where the user nam
 """
 
 from chunk_planner.geometry.budgets import DefaultBudget, default_budget
-from chunk_planner.geometry.memory import KVLeft, MemorySettings, kv_left
+from chunk_planner.geometry.memory import KVLeft, MemorySettings, kv_left, one_block_requests
 from chunk_planner.geometry.resolve import Geometry, resolve
 from chunk_planner.geometry.settings import EngineSettings
 
@@ -17,5 +17,6 @@ __all__ = [
     "MemorySettings",
     "default_budget",
     "kv_left",
+    "one_block_requests",
     "resolve",
 ]

@@ -192,3 +192,12 @@ def blocks_per_request(geometry: Geometry, groups: Groups, length: int) -> tuple
     logged = groups.attention * ceil(length / per_block) + states
     needed = groups.attention * ceil((length + lookahead) / per_block) + states + groups.count
     return logged, needed
+
+
+def one_block_requests(geometry: Geometry, left: KVLeft) -> int:
+    """How many requests of one block each the pool holds at once, at least 1.
+
+    The most requests that can decode beside a prefill, whatever `max_num_seqs` says.
+    """
+    blocks, _ = blocks_per_request(geometry, kv_groups(geometry), geometry.block_size)
+    return max(1, (left.num_blocks - 1) // blocks)
