@@ -133,7 +133,8 @@ def _finding(finding: Finding, recommendation: Recommendation) -> str:
         return (
             f"The KV cache holds {values['blocks']} blocks and one request of "
             f"--max-model-len {values['max_model_len']} needs {values['needs']} (state, lookahead "
-            "and null blocks included): such a request is never scheduled to its end (rule)."
+            "and null blocks included): such a request is never scheduled to its end (rule). Lower "
+            "--max-model-len, or leave the cache more memory."
         )
     raise KeyError(finding.kind)
 
