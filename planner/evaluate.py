@@ -28,7 +28,7 @@ class Budget:
     decodes: int
     #: more decoding requests than this stop prefill; None where prefill goes on in sub-blocks
     stalls_above_decodes: int | None
-    #: why a prompt makes no progress even alone, None where it does
+    #: why some prompt makes no progress even alone, None where all do
     stalled: str | None
     #: distance between cached recurrent states, the price of a larger chunk in prefix reuse
     checkpoint_spacing_tokens: int
@@ -95,6 +95,7 @@ def evaluate(
             (rule.scheduled_budget - block) // (1 + k),
             (rule.max_num_batched_tokens - slots - block) // (1 + k + slots),
         )
+    stalled = alone.stalled or _hang(rule)
     alone_score, outside = _score(alone, cost)
     # A mixed step that was not measured leaves a price unknown, it does not rule the budget out.
     mixed_score, _ = _score(mixed, cost, decodes=decodes, num_speculative_tokens=k)
@@ -110,16 +111,29 @@ def evaluate(
             lane_tokens=lane,
             decodes=decodes,
             stalls_above_decodes=stalls_above,
-            stalled=alone.stalled,
+            stalled=stalled,
             checkpoint_spacing_tokens=max(blocks, 1) * block,
             short_prompt_wait_steps=0 if workload.lane(block) <= lane else mixed.steps,
             mixed_step_ms=mixed_score.longest_step_ms if mixed_score else None,
             prompt_s=alone_score.prompt_s if alone_score else None,
-            infeasible=alone.stalled or outside,
+            infeasible=stalled or outside,
         ),
         alone_score,
         mixed_score,
     )
+
+
+def _hang(rule: Rule) -> str | None:
+    """Why some prompts never finish under multi-module MTP, None if all do.
+
+    Whether the lookahead reserve meets a boundary stop depends on the prompt's length modulo the
+    block; lengths that leave fewer tokens than the drafter reads ahead are the ones that can.
+    """
+    base = 4 * rule.block_size
+    for rest in range(1, rule.prefill_lookahead_tokens):
+        if text := plan_prefill(rule, base + rest).stalled:
+            return f"a prompt of {base + rest} tokens: {text}"
+    return None
 
 
 def _score(

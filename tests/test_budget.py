@@ -109,6 +109,14 @@ def test_draft_slots_at_one_block_hang_and_are_mended():
     assert found.recommended.stalled is None
 
 
+def test_multi_module_mtp_below_one_block_hangs_and_is_mended_by_a_block():
+    rule = ChunkRule(2096, 2048, prefill_lookahead_tokens=3, hash_lookahead_tokens=3)
+    found = recommend(rule, max_num_seqs=16, num_speculative_tokens=3)
+    assert kinds(found)[0] == "stalled"
+    assert found.recommended.max_num_batched_tokens > 2096
+    assert found.recommended.stalled is None
+
+
 def test_both_budgets_are_raised_where_the_user_set_both():
     rule = ChunkRule(1152, 4096, max_num_scheduled_tokens=2048)
     found = recommend(rule, max_num_seqs=16)
