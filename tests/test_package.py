@@ -1,6 +1,7 @@
 """The folder map as users install it: wheel and editable, import names, what an import loads."""
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -36,8 +37,14 @@ def python(executable: str | Path, code: str, cwd: Path) -> str:
 def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clean virtual environment that holds the built wheel and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # setuptools leaves a build/ where it builds, and reuses it
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("planner", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
-    subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
+    subprocess.run([*build, str(source)], check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "env", with_pip=True)
     executable = folder / "env" / "bin" / "python"
