@@ -41,27 +41,26 @@ def kv_groups(geometry: Geometry) -> Groups:
     attention = ceil(geometry.attention_layers / stages) + mtp_layers(geometry)
     state = ceil(geometry.mamba_layers / stages)
     page = geometry.block_size * geometry.attention.page_bytes
-    state_page = max(geometry.page_bytes, geometry.state_bytes_per_layer)
     indexer = indexer_page(geometry)
-    if indexer or page != state_page:
-        return _packed(attention, state, page, state_page, indexer)
+    if indexer:
+        return _packed(attention, state, page, geometry.page_bytes, indexer)
     size = min(attention, state)
     if max(attention, state) < 1.5 * size:
         size = max(attention, state)
-    return Groups(ceil(attention / size), ceil(state / size), 0, size * page)
+    bytes_per_block = size * max(page, geometry.page_bytes)
+    return Groups(ceil(attention / size), ceil(state / size), 0, bytes_per_block)
 
 
 def _packed(attention: int, state: int, page: int, state_page: int, indexer: int) -> Groups:
-    """Pages of several sizes side by side; the state groups fit into the attention's block."""
+    """Attention and indexer pages side by side in one group; the state fits into its blocks.
+
+    The attention group stays whole, so the state layers are split towards its length, and
+    further where a block does not hold as many states. The indexer's rings are a group as well.
+    """
     width = attention * (page + indexer)
-    per_group = max(width // state_page, 1)
-    if indexer:
-        # The attention group stays whole, so state layers split towards its length.
-        repeats = _least_padding([attention, state, attention], attention)
-        groups = max(ceil(state / repeats), ceil(state / per_group))
-    else:
-        groups = ceil(state / per_group)
-    return Groups(1, groups, int(indexer > 0), max(width, ceil(state / groups) * state_page))
+    repeats = _least_padding([attention, state, attention], attention)
+    groups = max(ceil(state / repeats), ceil(state / max(width // state_page, 1)))
+    return Groups(1, groups, 1, max(width, ceil(state / groups) * state_page))
 
 
 def _least_padding(counts: list[int], least: int) -> int:

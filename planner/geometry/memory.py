@@ -108,6 +108,8 @@ def activation_bytes_per_token(geometry: Geometry) -> tuple[int, str]:
     config, tp = geometry.config, geometry.settings.tensor_parallel_size
     size = DTYPE_BYTES[model_dtype(config, geometry.settings)]
     hidden = config.integer("hidden_size")
+    # Hyper-connections keep several residual streams.
+    streams = config.integer("hc_mult", config.get("hc_count") or 1)
     inner = config.integer("intermediate_size", 0, minimum=0)
     widest, words = 3 * inner / tp, f"3*{inner}/{tp}"
     top = config.get("num_experts_per_tok", config.get("num_experts_per_token"))
@@ -116,7 +118,8 @@ def activation_bytes_per_token(geometry: Geometry) -> tuple[int, str]:
         routed = top * (3 * moe / tp + hidden)
         if routed > widest:
             widest, words = routed, f"{top} experts*(3*{moe}/{tp} + {hidden})"
-    return int(size * (hidden + widest)), f"{size} B x ({hidden} + {words})"
+    residual = f"{streams}*{hidden}" if streams > 1 else f"{hidden}"
+    return int(size * (streams * hidden + widest)), f"{size} B x ({residual} + {words})"
 
 
 def kv_left(geometry: Geometry, memory: MemorySettings, max_num_batched_tokens: int) -> KVLeft:
