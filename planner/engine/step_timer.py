@@ -1,0 +1,304 @@
+"""Whole engine steps, timed: the only step timer of the project.
+
+The engine runs in a child process, in process there (so that its scheduler can be seen and its
+budget lowered between prompts) and with async scheduling off (it overlaps steps). The parent
+imports no vLLM, keeps what was measured whatever happens to the child, and owns Ctrl-C.
+
+One start measures every smaller budget: the buffers, graphs and KV pool stay those of the started
+budget, so a chosen budget is confirmed by a restart.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from chunk_planner.errors import PlannerError
+
+#: Set in every timed engine's process. Frequent log lines are host time inside a step.
+_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests to run under one budget. Sizes are tokens; every prompt is new to the prefix cache.
+
+    decode_contexts: requests that are already decoding, at these context lengths, before the
+        timing starts; they decode along until the prompts are done.
+    prompts: requests that arrive together when the timing starts.
+    output_tokens: what each prompt generates, 1 = prefill only.
+    decode_steps: with no prompts, how many steps to time.
+    """
+
+    budget: int
+    prompts: tuple[int, ...] = ()
+    output_tokens: int = 1
+    decode_contexts: tuple[int, ...] = ()
+    decode_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One timed step: who was in it (as in `chunk_planner.cost.Point`) and its microseconds."""
+
+    prefill: tuple[tuple[int, int], ...]
+    decode_kv: tuple[int, ...]
+    us: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(n for n, _ in self.prefill) + len(self.decode_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a workload. `peak_bytes` is the device allocator's peak, None without a GPU."""
+
+    workload: Workload
+    steps: tuple[Step, ...]
+    peak_bytes: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.us for step in self.steps) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the started engine says about itself."""
+
+    block_size: int
+    aligned: bool
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    kv_cache_tokens: int
+    fingerprint: dict
+
+
+class TimedEngine:
+    """An engine in a child process that runs workloads and times their steps.
+
+    Args:
+        engine_args: keyword arguments of vLLM's `EngineArgs`.
+        log: file that takes what the engine prints.
+        env: environment variables of the engine's process.
+        patch: called in the child before the engine is built (importable, for spawning).
+
+    Raises:
+        PlannerError: the engine did not start, or ended during a run; names the log.
+    """
+
+    def __init__(self, engine_args: dict, log: str | Path, env: dict | None = None, patch=None):
+        self.log = Path(log)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(
+            target=_child, args=(child, engine_args, str(self.log), (env or {}) | _ENV, patch)
+        )
+        start = time.perf_counter()
+        # What is read before the child's first line runs (OpenMP's settings) must be inherited.
+        with _environment((env or {}) | _ENV):
+            self._process.start()
+        child.close()
+        self.info: EngineInfo = self._receive()
+        self.start_s = time.perf_counter() - start
+
+    def run(self, workload: Workload) -> Run:
+        """Run `workload`, timing each step."""
+        self._pipe.send(workload)
+        return self._receive()
+
+    def close(self) -> None:
+        """End the engine's process."""
+        if self._process.is_alive():
+            try:
+                self._pipe.send(None)
+                self._process.join(10)
+            except OSError:
+                pass
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def __enter__(self) -> "TimedEngine":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def _receive(self):
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(5)
+            answer = RuntimeError(f"exit code {self._process.exitcode}")
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(answer, Exception):
+            self.close()
+            raise PlannerError(f"the engine ended ({answer}); its log is {self.log}")
+        return answer
+
+
+class _environment:
+    def __init__(self, values: dict):
+        self.values = values
+
+    def __enter__(self):
+        self.before = {name: os.environ.get(name) for name in self.values}
+        os.environ.update(self.values)
+
+    def __exit__(self, *error):
+        for name, value in self.before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _child(pipe, engine_args: dict, log: str, env: dict, patch) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.environ.update(env)
+    try:
+        if patch is not None:
+            patch()
+        engine = _InProcess(engine_args)
+        pipe.send(engine.info())
+        while (workload := pipe.recv()) is not None:
+            pipe.send(engine.run(workload))
+    except EOFError:
+        pass
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error).strip()[:300]}"))
+
+
+class _InProcess:
+    """vLLM's LLMEngine in this process, with its scheduler in view."""
+
+    def __init__(self, engine_args: dict):
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        args = EngineArgs(**(engine_args | {"async_scheduling": False}))
+        self.engine = LLMEngine.from_engine_args(args)
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.config = self.scheduler.vllm_config
+        self.full_budget = self.scheduler.max_num_scheduled_tokens
+        self.on_cuda = self.config.device_config.device_type == "cuda"
+        self._count = 0
+        self._scheduled = ((), ())
+        schedule = self.scheduler.schedule
+
+        def recording(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            self._scheduled = self._contents(output.num_scheduled_tokens)
+            return output
+
+        self.scheduler.schedule = recording
+
+    def info(self) -> EngineInfo:
+        from chunk_planner.engine.fingerprint import fingerprint
+
+        scheduler = self.scheduler
+        return EngineInfo(
+            block_size=scheduler.cache_config.block_size,
+            aligned=bool(getattr(scheduler, "need_mamba_block_aligned_split", False)),
+            max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_running_reqs,
+            max_model_len=scheduler.max_model_len,
+            kv_cache_tokens=scheduler.kv_cache_config.num_blocks
+            * scheduler.cache_config.block_size,
+            fingerprint=fingerprint(scheduler),
+        )
+
+    def run(self, workload: Workload) -> Run:
+        scheduler = self.scheduler
+        scheduler.max_num_scheduled_tokens = self.full_budget
+        # room for as many output tokens as a decode can need beside the prompts
+        beside = [self._add(n, scheduler.max_model_len - n) for n in workload.decode_contexts]
+        while any(scheduler.requests[r].num_output_tokens < 1 for r in beside):
+            self.engine.step()
+        scheduler.max_num_scheduled_tokens = workload.budget
+        self._reset_peak()
+        prompts = {self._add(n, workload.output_tokens) for n in workload.prompts}
+        steps = []
+        wanted = workload.decode_steps if not prompts else sys.maxsize
+        while len(steps) < wanted and (prompts or not workload.prompts):
+            steps.append(self._timed_step())
+            prompts = {r for r in prompts if r in scheduler.requests}
+        peak = self._peak()
+        self.engine.abort_request(beside, internal=True)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return Run(workload, tuple(steps), peak)
+
+    def _timed_step(self) -> Step:
+        self._scheduled = ((), ())
+        start = time.perf_counter()
+        self.engine.step()
+        us = (time.perf_counter() - start) * 1e6
+        return Step(*self._scheduled, us)
+
+    def _contents(self, scheduled: dict[str, int]):
+        """(prefill, decode_kv) of a step that `schedule()` has just decided on."""
+        prefill, decode_kv = [], []
+        for request_id, n in scheduled.items():
+            request = self.scheduler.requests[request_id]
+            before = request.num_computed_tokens - n  # schedule() has advanced it
+            if n == 1 and before >= request.num_prompt_tokens:
+                decode_kv.append(before)
+            else:
+                prefill.append((n, before))
+        return tuple(prefill), tuple(decode_kv)
+
+    def _reset_peak(self) -> None:
+        if self.on_cuda:
+            self.core.model_executor.collective_rpc(_reset_peak_bytes)
+
+    def _peak(self) -> int | None:
+        if not self.on_cuda:
+            return None
+        return max(self.core.model_executor.collective_rpc(_peak_bytes))
+
+    def _add(self, tokens: int, output_tokens: int) -> str:
+        """Add a request whose prompt shares no block with any before it."""
+        import numpy as np
+        from vllm import SamplingParams, TokensPrompt
+
+        self._count += 1
+        vocabulary = min(self.config.model_config.get_vocab_size(), 1 << 15)
+        ids = np.random.default_rng(self._count).integers(3, vocabulary, tokens).tolist()
+        return self.engine.add_request(
+            f"chunk-planner-{self._count}",
+            TokensPrompt(prompt_token_ids=ids),
+            SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False),
+        )
+
+
+def _reset_peak_bytes(worker) -> None:
+    """Runs in every worker."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_bytes(worker) -> int:
+    """Runs in every worker: the allocator's peak since `_reset_peak_bytes`."""
+    import torch
+
+    return torch.cuda.max_memory_allocated()
