@@ -527,3 +527,46 @@ def test_default_budgets_are_vllms(gib, name):
     for context, theirs in contexts.items():
         found = default_budget(gib * 2**30, context, VERSION, device_name=name)
         assert found[:2] == (tokens[theirs], seqs[theirs])
+
+
+def published_lists(config):
+    """Layer lists as transformers and vLLM derive them from a checkpoint's own fields."""
+    types = getattr(config, "layers_block_type", None) or config.layer_types
+    state = {"mamba", "linear_attention", "conv"}
+    attention = {"attention", "full_attention", "indexed_attention"}
+    if config.model_type in ("zamba2", "falcon_h1"):
+        return len(types), types.count("hybrid")
+    return sum(t in state for t in types), sum(t in attention for t in types)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "fields"),
+    [
+        ("Qwen3NextForCausalLM", "qwen3_next", {"num_hidden_layers": 12}),
+        ("Qwen3_5ForCausalLM", "qwen3_5_text", {"num_hidden_layers": 8}),
+        ("OlmoHybridForCausalLM", "olmo_hybrid", {"num_hidden_layers": 9}),
+        ("BambaForCausalLM", "bamba", {"num_hidden_layers": 9, "attn_layer_indices": [2, 5]}),
+        ("FalconH1ForCausalLM", "falcon_h1", {"num_hidden_layers": 5}),
+        ("JambaForCausalLM", "jamba", {"num_hidden_layers": 17}),
+        ("Lfm2ForCausalLM", "lfm2", {"num_hidden_layers": 6, "full_attn_idxs": [1, 4]}),
+        ("NemotronHForCausalLM", "nemotron_h", {"hybrid_override_pattern": "MEM*-M*E"}),
+        ("Zamba2ForCausalLM", "zamba2", {}),
+        (
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
+        ),
+    ],
+)
+def test_layers_and_sizes_as_transformers_reads_them(architecture, model_type, fields):
+    """A saved transformers config, with its defaults written out, resolves to its own lists."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, **fields)
+    saved = {**config.to_dict(), "architectures": [architecture], "dtype": "bfloat16"}
+    if model_type == "qwen3_5_text":
+        saved["mamba_ssm_dtype"] = "float32"
+    if model_type == "lfm2":
+        saved["conv_dim"] = config.hidden_size
+    found = resolve(saved, EngineSettings(vllm_version=VERSION, gdn_prefill_backend="triton"))
+    assert (found.mamba_layers, found.attention_layers) == published_lists(config)

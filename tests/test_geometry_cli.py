@@ -1,0 +1,121 @@
+"""`chunk-planner block-size` and `memory`, as a user types them."""
+
+import json
+
+import pytest
+
+from chunk_planner.cli import main
+
+SEED = ["--tensor-parallel-size", "8", "--kv-cache-dtype", "fp8", "--num-speculative-tokens", "3"]
+FIELDS = [
+    "block_size",
+    "padding_percent",
+    "grid_tokens",
+    "attention_bytes_per_token",
+    "conv_bytes",
+    "recurrent_bytes",
+    "state_bytes_per_layer",
+    "mamba_layers",
+    "attention_layers",
+    "checkpoint_bytes",
+    "kv_bytes_per_token",
+    "family",
+    "vllm_version",
+    "notes",
+]
+
+
+def test_block_size_json(capsys):
+    assert main(["block-size", "GLM-5.3-Flash", *SEED, "--vllm-version", "0.31", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(FIELDS) <= set(found)
+    assert (found["block_size"], found["padding_percent"]) == (1152, 5.11)
+    assert (found["grid_tokens"], found["attention_bytes_per_token"]) == (128, 512)
+    assert found["conv_bytes"] + found["recurrent_bytes"] == found["state_bytes_per_layer"]
+    assert found["checkpoint_bytes"] == 34 * 561152
+    assert found["kv_bytes_per_token"] == 11 * 512
+
+
+def test_block_size_explains_its_arithmetic(capsys):
+    assert main(["block-size", "zai-org/GLM-5.3-Flash", *SEED, "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "block size 1152 tokens" in out
+    assert "64/8 heads x 128 x 128 x 4 B (float32) = 524288 B" in out
+    assert "561152 / 512 = 1096.00" in out
+    assert "1096.00 rounded up to 128 = 1152 tokens" in out
+
+
+def test_speculative_config_is_vllms(capsys):
+    config = '{"method": "mtp", "num_speculative_tokens": 3}'
+    flags = ["block-size", "Qwen3.5-27B", "--speculative-config", config, "--json"]
+    assert main([*flags, "--vllm-version", "0.32"]) == 0
+    assert json.loads(capsys.readouterr().out)["block_size"] == 800
+    assert main([*flags, "--num-speculative-tokens", "2"]) == 2
+    assert "contradicts" in capsys.readouterr().err
+
+
+def test_underscores_and_short_flags(capsys):
+    assert main(["block-size", "Qwen3.5-27B", "--kv_cache_dtype=fp8", "-tp", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache_dtype"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ('{"architectures": ["LlamaForCausalLM"]}', [], "full attention, no recurrent state"),
+        ('{"architectures": ["Qwen3', [], "not valid JSON"),
+        (None, [], "no config.json in this folder"),
+    ],
+)
+def test_bad_models_are_one_sentence(tmp_path, capsys, text, flags, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert main(["block-size", str(tmp_path), *flags]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+
+
+def test_tensor_parallel_size_that_does_not_divide(capsys):
+    assert main(["block-size", "GLM-5.3-Flash", "--tensor-parallel-size", "3"]) == 2
+    assert "tensor_parallel_size = 3 does not divide" in capsys.readouterr().err
+
+
+def test_memory(capsys):
+    flags = [
+        "--gpu-memory",
+        "64GiB",
+        "--gpu-memory-utilization",
+        "0.9",
+        "--max-model-len",
+        "1048576",
+    ]
+    budgets = "2048,4096,8192,12288,16384"
+    command = ["memory", "GLM-5.3-Flash", *SEED, *flags, "--max-num-batched-tokens", budgets]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["max_num_batched_tokens"] for row in found["budgets"]] == [
+        2048, 4096, 8192, 12288, 16384,
+    ]  # fmt: skip
+    assert found["default_budget"]["max_num_batched_tokens"] == 2048
+    assert all(row["evidence"] == "modelled" and row["formula"] for row in found["budgets"])
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "modelled" in out
+    assert "12288" in out
+
+
+def test_memory_starts_from_vllms_default_budget(capsys):
+    assert main(["memory", "Qwen3.5-27B", "--gpu-memory", "80GiB", "--device-name", "H100"]) == 0
+    out = capsys.readouterr().out
+    assert "8192" in out
+    assert "default for server" in out
+
+
+@pytest.mark.parametrize("size", ["lots", "64 parsecs", ""])
+def test_memory_sizes(capsys, size):
+    with pytest.raises(SystemExit) as stop:
+        main(["memory", "Qwen3.5-27B", "--gpu-memory", size])
+    assert stop.value.code == 2
+    assert "is not a size" in capsys.readouterr().err
