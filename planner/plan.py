@@ -91,8 +91,10 @@ def plan_prefill(
     _check(num_prompt_tokens, num_computed_tokens, decode_tokens, decode_requests)
     prompt, junction, block = num_prompt_tokens, shared_prefix_boundary, rule.block_size
     room = room_tokens(rule, decode_tokens, decode_requests)
-    # What is left behind a chunk: the draft slots are charged once more for it.
-    token_budget, slots = rule.scheduled_budget - decode_tokens, rule.draft_slots
+    # Both budgets behind the decodes; a chunk and whoever could follow it are each charged slots.
+    slots = rule.draft_slots
+    tokens = rule.scheduled_budget - decode_tokens
+    inputs = rule.max_num_batched_tokens - decode_tokens - slots * decode_requests
     threshold = rule.threshold(1 + decode_requests)
     most = min(room, threshold or room)
 
@@ -119,7 +121,7 @@ def plan_prefill(
                 stall = find_stall(rule, start, prompt, junction, beside)
                 regular = False
                 break
-            left = max(0, min(token_budget - got, room - got - slots))
+            left = max(0, min(tokens - got, inputs - got - 2 * slots))
             if charge := min(missing - got, left):
                 if threshold and threshold < min(missing, room):
                     reason = "threshold"

@@ -5,10 +5,8 @@ Everything that decides a schedule is the engine's: `Scheduler`, `KVCacheManager
 configs skip their validation, which wants a device. Runs on every supported release, installed or
 merely first on `sys.path`.
 
-pytest's importlib mode shares no modules between folders, so put the folder on the path first:
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-    import real_scheduler
+Tests and benchmarks `import real_scheduler`: pytest puts this folder on the path
+(`pythonpath` in pyproject.toml), a script does so itself.
 """
 
 import dataclasses
@@ -44,17 +42,14 @@ DRAFTERS = {
     "mtp": {"method": "mtp"},
     "eagle": {"method": "eagle"},
     "eagle_keep_block": {"method": "eagle", "disable_eagle_block_drop": True},
+    # from 0.33 on, what drops a block; before, hashes never look ahead
+    "eagle_plain_hashes": {"method": "eagle", "disable_lookahead_block_hashes": True},
     "dflash": {"method": "dflash", "parallel_drafting": True},
     "draft_model": {"method": "draft_model"},
     "pard": {"method": "draft_model", "parallel_drafting": True},
     # num_nextn_predict_layers > 1 in the draft's config makes MTP multi-module
     "mtp_multi": {"method": "mtp", "modules": 3},
-    "mtp_multi_keep_block": {
-        "method": "mtp",
-        "modules": 3,
-        "disable_eagle_block_drop": True,
-        "disable_lookahead_block_hashes": True,
-    },
+    "mtp_multi_keep_block": {"method": "mtp", "modules": 3, "disable_eagle_block_drop": True},
 }
 
 
@@ -112,20 +107,20 @@ def build_scheduler(
     long_prefill_token_threshold_adaptive: bool = False,
     drafter: str = "none",
     num_speculative_tokens: int = 0,
+    scheduler_block_size: int | None = None,
     hash_block_size: int | None = None,
     checkpoint_alignment: int | None = None,
     partial_hits: bool = False,
     shared_prefix_checkpoint: bool = False,
     num_blocks: int = 20_000,
-    enable_prefix_caching: bool = False,
     scheduler_cls: type = Scheduler,
 ) -> Scheduler:
     """A scheduler of one attention and one Mamba group in align mode.
 
     Args:
         drafter: a key of `DRAFTERS`.
-        partial_hits, shared_prefix_checkpoint: set on the built scheduler; in an engine they
-            follow from the other groups' block sizes.
+        scheduler_block_size, hash_block_size, partial_hits, shared_prefix_checkpoint: set on the
+            built scheduler; in an engine they follow from the groups' block sizes.
         num_blocks: the KV pool; the default is more than the tests' requests need.
     """
     scheduler_options = {
@@ -145,7 +140,7 @@ def build_scheduler(
             CacheConfig,
             block_size=block_size,
             num_gpu_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
+            enable_prefix_caching=True,
             mamba_cache_mode="align",
         ),
         speculative_config=_draft_config(drafter, num_speculative_tokens),
@@ -190,8 +185,13 @@ def build_scheduler(
         ),
         block_size=block_size,
     )
-    if hash_block_size is not None:
-        scheduler.hash_block_size = hash_block_size
+    # Prefix caching is on, and so is all that follows from it; only the block store stays empty,
+    # because `run_schedule` states the prefix hits.
+    manager = scheduler.kv_cache_manager
+    for store in (manager, *manager.coordinator.single_type_managers):
+        store.enable_caching = False
+    scheduler.block_size = scheduler_block_size or block_size
+    scheduler.hash_block_size = hash_block_size or scheduler.block_size
     scheduler.mamba_partial_cache_hit = partial_hits
     # 0.30 calls the second flag by another name
     scheduler.mamba_shared_prefix_checkpoint = shared_prefix_checkpoint
