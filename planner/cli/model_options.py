@@ -56,6 +56,7 @@ def add_model_arguments(
     add("--decode-context-parallel-size", "-dcp", type=count, default=1, metavar="N")
     add("--dtype", default="auto", help="dtype of weights and activations")
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, bfloat16, fp8, ...")
+    add("--kv-cache-dtype-skip-layers", nargs="+", default=(), metavar="LAYER")
     add("--mamba-cache-dtype", default="auto", metavar="DTYPE")
     add("--mamba-ssm-cache-dtype", default="auto", metavar="DTYPE")
     add("--speculative-config", type=speculative, metavar="JSON", help="as vLLM's")
@@ -113,6 +114,7 @@ def settings_from(args: argparse.Namespace) -> EngineSettings:
         "vllm_version",
     )
     fields = {name: getattr(args, name) for name in same if hasattr(args, name)}
+    fields["kv_cache_dtype_skip_layers"] = tuple(args.kv_cache_dtype_skip_layers)
     return EngineSettings(num_speculative_tokens=tokens, speculative_method=method, **fields)
 
 

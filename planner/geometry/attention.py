@@ -5,6 +5,7 @@ Follows `FullAttentionSpec` / `MLAAttentionSpec` (vllm/v1/kv_cache_interface.py)
 """
 
 from dataclasses import dataclass
+from math import lcm
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.geometry.settings import DTYPE_BYTES, EngineSettings
@@ -46,6 +47,7 @@ class Attention:
         kv_cache_dtype: after "auto" and the backend's own format are resolved.
         sizing_bytes: what vLLM sizes the block by.
         page_bytes: what a token takes in the cache.
+        skip_bytes: what it takes in a layer of `--kv-cache-dtype-skip-layers`; 0 without any.
         words: how `sizing_bytes` came about.
         notes: what the reader should know about the dtype.
     """
@@ -58,6 +60,7 @@ class Attention:
     page_bytes: int
     words: str
     notes: tuple[str, ...] = ()
+    skip_bytes: int = 0
 
 
 def model_dtype(config: ModelConfig, settings: EngineSettings) -> str:
@@ -173,6 +176,8 @@ def _mla(
         config.integer("num_attention_heads"),
         settings.tensor_parallel_size,
     )
+    if settings.kv_cache_dtype_skip_layers:
+        raise PlannerError(f"kv_cache_dtype_skip_layers: {config.name} has MLA, not modelled")
     rank = config.integer("kv_lora_rank")
     rope = config.integer("qk_rope_head_dim", 0, minimum=0)
     head = rank + rope
@@ -227,8 +232,15 @@ def _gqa(
     elif dtype == _ULTRAQUANT:
         per_head = 2 * (head // 2 + head // _ULTRAQUANT_GROUP)
         words = f"2 x ({head}/2 packed + {head}/{_ULTRAQUANT_GROUP} scales)"
-    page = heads * per_head
-    return Attention(dtype, False, head, heads, page, page, f"{heads} KV heads x {words}", notes)
+    page = sizing = heads * per_head
+    words = f"{heads} KV heads x {words}"
+    skip = 0
+    if settings.kv_cache_dtype_skip_layers and size == 1:
+        skip = heads * 2 * head * DTYPE_BYTES[model_dtype(config, settings)]
+        if dtype in _TURBOQUANT or dtype == _ULTRAQUANT:
+            sizing = lcm(page, skip)
+            words += f", lcm with {skip} B of the skipped layers"
+    return Attention(dtype, False, head, heads, sizing, page, words, notes, skip)
 
 
 def _turboquant_slot(head: int, key_bits: int, value_bits: int) -> int:

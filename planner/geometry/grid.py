@@ -73,12 +73,14 @@ class Grid:
         step: the block is this many tokens times the least number that holds the state.
         rounding: and is then rounded up to a multiple of this.
         base: the block is never smaller.
+        kernel: smallest kernel block of the attention backend.
         words: what made `step`.
     """
 
     step: int
     rounding: int
     base: int
+    kernel: int
     words: str
 
     @property
@@ -198,7 +200,7 @@ def grid(
         rounding = lcm(rounding, _XPU_GDN_BLOCK)
     if step % rounding:
         words += f", kernel blocks {rounding}"
-    return Grid(step, rounding, base, words)
+    return Grid(step, rounding, base, kernel, words)
 
 
 def prefill_checkpoint(

@@ -119,6 +119,9 @@ def resolve(
     block = grid.step * -(-state.bytes // (grid.step * cache.sizing_bytes))
     block = max(grid.base, grid.rounding * -(-block // grid.rounding))
     page = block * cache.sizing_bytes
+    if cache.skip_bytes:
+        block = _cover_skipped_layers(block, page, state.bytes, cache, grid)
+        page = block * cache.page_bytes
     notes = (*_release_notes(config, settings, family), *dtype_notes, *cache.notes)
     return Geometry(
         model=config.name,
@@ -150,6 +153,20 @@ def resolve(
         state=state,
         grid=grid,
     )
+
+
+def _cover_skipped_layers(
+    block: int, page: int, state: int, cache: Attention, grid: grids.Grid
+) -> int:
+    """`_align_heterogeneous_kv_block_size`: quantized and unquantized layers share the pool.
+
+    The quantized page must hold a kernel block of the unquantized layers and the padded state.
+    """
+    if cache.skip_bytes == cache.page_bytes:
+        return block
+    needed = max(cache.skip_bytes * grid.kernel, page if page != state else 0)
+    step = max(grid.kernel, block)
+    return max(block, step * -(-needed // (step * cache.page_bytes)))
 
 
 def _check_release(config: ModelConfig, settings: EngineSettings, family: Family) -> None:
