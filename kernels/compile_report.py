@@ -1,6 +1,6 @@
 """What Triton's compiler makes of every kernel variant, on a machine without a GPU.
 
-    python -m chunk_planner.kernels.compile_report [--json] [--arch sm_90 ...]
+    python -m chunk_planner.kernels.compile_report [--json] [--kernel copy ...] [--arch sm_90 ...]
 
 Triton's wheel carries ptxas, cuobjdump and nvdisasm, and builds for any architecture it knows. Each
 variant (`chunk_planner.kernels.variants.Variant`, listed in a kernel module's `VARIANTS`) is built
@@ -44,33 +44,42 @@ def main(argv: list[str] | None = None) -> int:
     """Builds and reports; returns 0, or 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="compile_report", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--kernel", nargs="+", help="only variants whose names begin so")
     parser.add_argument(
         "--arch",
         nargs="+",
+        type=_arch,
         help=f"default: {' '.join(NVIDIA_ARCHS)}, and {' '.join(AMD_ARCHS)}"
         " where this Triton has the AMD back end",
     )
     args = parser.parse_args(argv)
     if triton.knobs.runtime.interpret:
-        print(
-            "compile_report: TRITON_INTERPRET is set, and an interpreted kernel is never"
-            " compiled; unset it",
-            file=sys.stderr,
-        )
-        return 2
+        parser.error("TRITON_INTERPRET is set, and interpreted kernels are not compiled: unset it")
+    wanted = [v for v in variants() if v.name.startswith(tuple(args.kernel or ("",)))]
+    if not wanted:
+        names = ", ".join(v.name for v in variants())
+        parser.error(f"no kernel begins with {' or '.join(args.kernel)}; there are {names}")
     rows, problems = [], []
-    for variant in variants():
+    for variant in wanted:
         for arch in args.arch or default_archs():
+            if sys.stderr.isatty():
+                print(f"\r\x1b[K{variant.name} {arch}", end="\r", file=sys.stderr, flush=True)
             row = report(variant, arch)
             rows.append(row)
             problems += missed_bars(variant, row)
     if args.json:
-        print(json.dumps({"triton": triton.__version__, "variants": rows}, indent=1))
+        print(json.dumps({"variants": rows}, indent=1))
     else:
         print_table(rows)
     for problem in problems:
         print(f"compile_report: {problem}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _arch(name: str) -> str:
+    if not re.fullmatch(r"sm_\d+|gfx\w+", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is neither like sm_90 nor like gfx942")
+    return name
 
 
 def variants() -> Iterator[Variant]:

@@ -208,7 +208,8 @@ def _check_blocks(
     return src_blocks, dst_blocks, shifts
 
 
-@triton.jit
+# 0 and 1, the strides of shared block lists, must not compile anew
+@triton.jit(do_not_specialize=["src_blocks_stride", "dst_blocks_stride"])
 def _copy_states_kernel(
     table_ptr,
     tiles_ptr,

@@ -125,14 +125,16 @@ def scan_states_reference(
 
 
 def scan_bytes(
+    decay: torch.Tensor,
     update: torch.Tensor,
     initial: torch.Tensor | None,
     out: torch.Tensor,
+    checkpoint_every: int | None = None,
     checkpoints: torch.Tensor | None = None,
     erase: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> int:
-    """Bytes `scan_states` reads plus those it writes, each once, without the few KiB of decays."""
-    moved = [update, initial, out, checkpoints, *(erase or ())]
+    """Bytes that this call of `scan_states` reads plus those it writes, each once."""
+    moved = (decay, update, initial, out, checkpoints, *(erase or ()))
     return sum(tensor.numel() * tensor.element_size() for tensor in moved if tensor is not None)
 
 
@@ -187,7 +189,8 @@ def _check(decay, update, initial, out, checkpoint_every, checkpoints, erase) ->
             raise ValueError(f"{name} has a stride below 1 in {tensor.stride()}: writes would meet")
 
 
-@triton.jit
+# a longer prefill must not compile anew
+@triton.jit(do_not_specialize=["chunks", "checkpoint_every", "tokens"])
 def _scan_kernel(
     decay_ptr,
     update_ptr,
@@ -280,26 +283,38 @@ def _scan_kernel(
 
 
 def _variant(name: str, rule: dict[str, bool], checkpoints: bool, state: str) -> Variant:
-    pointers = ("decay", "update", "initial", "out", "checkpoints", "weights", "keys")
-    types = dict.fromkeys(pointers, f"*{state}:16")
-    types |= {"decay": "*fp32:16", "update": "*fp32:16", "weights": "*bf16:16", "keys": "*bf16:16"}
-    numbers = [
-        name for name in _scan_kernel.arg_names if not name.endswith("_ptr") and name.islower()
-    ]
+    """As launched for a model: a delta rule reads and writes chunk states in bfloat16."""
+    erase, per_channel = rule["ERASE"], rule["PER_CHANNEL"]
+    types = {
+        "decay": "fp32",
+        "update": "fp32",
+        "initial": state,
+        "out": "bf16" if erase else state,
+        "checkpoints": state,
+        "weights": "bf16",
+        "keys": "bf16",
+    }
+    strides = [name for name in _scan_kernel.arg_names if "_stride_" in name]
+    signature = {f"{name}_ptr": f"*{type_}:16" for name, type_ in types.items()}
+    signature |= dict.fromkeys(("chunks", "checkpoint_every", "tokens"), "i32")
+    signature |= dict.fromkeys(("rows", "channels", *strides), "i32:16")
+    constexprs = {
+        "HAS_INITIAL": True,
+        "HAS_CHECKPOINTS": checkpoints,
+        **rule,
+        "BLOCK_ROWS": BLOCK_ROWS,
+        "BLOCK_CHANNELS": 128,
+        "BLOCK_TOKENS": 64 if erase else 16,
+        "NUM_STAGES": NUM_STAGES,
+    }
+    if not per_channel:  # one decay per head, which Triton specialises on
+        del signature["decay_stride_head"]
+        constexprs["decay_stride_head"] = 1
     return Variant(
         name,
         _scan_kernel,
-        {f"{name}_ptr": type_ for name, type_ in types.items()}
-        | {name: "i32" if name in ("chunks", "checkpoint_every") else "i32:16" for name in numbers},
-        {
-            "HAS_INITIAL": True,
-            "HAS_CHECKPOINTS": checkpoints,
-            **rule,
-            "BLOCK_ROWS": BLOCK_ROWS,
-            "BLOCK_CHANNELS": 128,
-            "BLOCK_TOKENS": 64 if rule["ERASE"] else 16,
-            "NUM_STAGES": NUM_STAGES,
-        },
+        signature,
+        constexprs,
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
         wide=True,

@@ -84,11 +84,20 @@ def buffer_sets(bytes_per_set: int) -> int:
 
     Half of the free memory bounds it, and so does a graph's length.
     """
-    device = require_device()
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    l2_bytes = torch.cuda.get_device_properties(require_device()).L2_cache_size
     wanted = 1 + -(-L2_TURNS * l2_bytes // bytes_per_set)
-    affordable = torch.cuda.mem_get_info(device)[0] // 2 // bytes_per_set
-    return max(2, min(wanted, affordable, MAX_CALLS_PER_REPLAY))
+    return max(2, min(wanted, _affordable_bytes() // bytes_per_set, MAX_CALLS_PER_REPLAY))
+
+
+def fits(num_bytes: int) -> bool:
+    """Whether buffers of that size together leave half of the free memory alone."""
+    require_device()
+    return num_bytes <= _affordable_bytes()
+
+
+def _affordable_bytes() -> int:
+    torch.cuda.empty_cache()  # what the last measurement left in PyTorch's pool is free too
+    return torch.cuda.mem_get_info()[0] // 2
 
 
 def time_calls(
@@ -145,7 +154,7 @@ def copy_gb_per_s() -> float:
     The ceiling of a kernel that moves bytes, measured in the same process on the same card.
     """
     device = require_device()
-    size = min(COPY_PROBE_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
+    size = min(COPY_PROBE_BYTES, _affordable_bytes() // 4)
     src = torch.empty(size, dtype=torch.uint8, device=device).random_()
     dst = torch.empty_like(src)
     return 2 * size / time_calls({"copy": [lambda: dst.copy_(src)]})["copy"].p50_us / 1e3

@@ -54,7 +54,9 @@ def test_buffers_outgrow_the_cache_and_fit_the_memory(monkeypatch):
     device = type("Properties", (), {"L2_cache_size": 60_000_000})
     monkeypatch.setattr(timing, "require_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 10**9))
+    assert timing.fits(5 * 10**8)
+    assert not timing.fits(6 * 10**8)
     assert timing.buffer_sets(60_000_000) == 4
     assert timing.buffer_sets(200_000_000) == 2
     assert timing.buffer_sets(10**10) == 2

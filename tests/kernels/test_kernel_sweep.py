@@ -1,0 +1,164 @@
+"""The GPU part of the sweep as far as a CPU can go: every launch and check it makes, no time.
+
+Kernels run in the interpreter and the clock is a stand-in that calls everything once.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from chunk_planner.kernels import timing  # noqa: E402
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ATTENTION = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+}
+CONFIGS = {
+    "gdn": ATTENTION
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+    },
+    "ssd": ATTENTION
+    | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["mamba", "mamba", "mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 64,
+        "mamba_expand": 2,
+        "mamba_d_state": 32,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_chunk_size": 64,
+    },
+}
+
+
+@pytest.fixture
+def sweep(monkeypatch, device, tmp_path):
+    """`kernel_sweep.run` on this machine, with a clock that only calls."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import kernel_cases
+    import kernel_shapes
+    import kernel_sweep
+    import plan_cases
+
+    def call_all(competitors):
+        for calls in competitors.values():
+            for call in calls:
+                call()
+        return {name: timing.Timing.of([2.0, 1.0, 3.0]) for name in competitors}
+
+    def call(work):
+        work()
+        return timing.Timing.of([2.0, 1.0, 3.0])
+
+    here = torch.device(device)
+    monkeypatch.setattr(timing, "require_device", lambda: here)
+    monkeypatch.setattr(timing, "buffer_sets", lambda _: 2)
+    monkeypatch.setattr(timing, "fits", lambda _: True)
+    monkeypatch.setattr(timing, "time_calls", call_all)
+    monkeypatch.setattr(timing, "time_host", call)
+    monkeypatch.setattr(timing, "copy_gb_per_s", lambda: 1.0)
+    monkeypatch.setattr(kernel_cases, "COPY_REQUESTS", (1, 4))
+    monkeypatch.setattr(plan_cases, "SEQUENCES", (5,))
+    # Triton's interpreter multiplies bfloat16 as integers
+    monkeypatch.setattr(kernel_shapes, "ACTIVATION_DTYPE", torch.float16)
+    monkeypatch.setattr(kernel_sweep, "machine", lambda _: {"device_name": "No such GPU"})
+
+    def run(rule, *options):
+        folder = tmp_path / rule
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(CONFIGS[rule]))
+        out = tmp_path / "out"
+        options = ["--model", str(folder), "--max-num-batched-tokens", "200", *options]
+        rc = kernel_sweep.main([*options, "--out", str(out)])
+        files = list(out.glob("*.json"))
+        assert len(files) == 1
+        assert not list(out.glob("*.part"))
+        return rc, json.loads(files[0].read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("rule", CONFIGS)
+def test_checks_then_times_everything(sweep, rule):
+    rc, raw = sweep(rule)
+    assert rc == 0
+    assert raw["stopped"] is None
+    assert raw["kind"] == "kernel-sweep"
+    assert raw["machine"]["copy_gb_per_s"] == 1.0
+    assert f"{rule} TP1" in raw["shapes"]
+    kernels = {row["kernel"] for row in raw["rows"]}
+    assert kernels >= {"copy_states", f"scan_states ({rule})", "plan_step", "chunk_metadata"}
+    block = raw["shapes"][f"{rule} TP1"]["block_size_tokens"]
+    scans = [row for row in raw["rows"] if row["kernel"].startswith("scan_states")]
+    assert [row["chunk_tokens"] for row in scans] == list(range(block, 201, block))
+    assert [row["checkpoints"] for row in scans] == list(range(1, 200 // block + 1))
+    requests = [row for row in raw["rows"] if row["kernel"] == "copy_states"]
+    assert [row["requests"] for row in requests] == [1, 4]
+    assert requests[1]["price_per_checkpoint_us"] == 0.5
+    checkpoint = raw["shapes"][f"{rule} TP1"]["checkpoint_bytes"]
+    assert requests[1]["moved_bytes"] == 2 * 4 * checkpoint
+
+
+def test_a_wrong_result_is_never_timed(sweep, monkeypatch, capsys):
+    import kernel_cases
+
+    monkeypatch.setattr(kernel_cases, "copy_states", lambda *_: None)
+    rc, raw = sweep("gdn")
+    assert rc == 1
+    assert raw["rows"] == []
+    assert "wrong result" in raw["stopped"]
+    assert "bytes differ" in capsys.readouterr().err
+
+
+def test_the_time_limit_keeps_what_was_measured(sweep):
+    rc, raw = sweep("gdn", "--time-limit", "0")
+    assert rc == 0
+    assert len(raw["rows"]) == 1
+    assert "--time-limit 0" in raw["stopped"]
+
+
+def test_ctrl_c_keeps_what_was_measured(sweep, monkeypatch):
+    import kernel_cases
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernel_cases, "_scan_row", interrupted)
+    rc, raw = sweep("gdn")
+    assert rc == 0
+    assert {row["kernel"] for row in raw["rows"]} == {"copy_states"}
+    assert raw["stopped"] == "Ctrl-C"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_sentence_and_exit_code_2():
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "kernel_sweep.py")],
+        env=clean,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "PyTorch sees no GPU" in done.stderr
