@@ -3,10 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
 
 from chunk_planner.cost import Point
 from chunk_planner.engine.step_timer import EngineInfo, Run, TimedEngine, Workload
-from chunk_planner.fit import aggregate
+from chunk_planner.errors import PlannerError
+from chunk_planner.fit import aggregate, fit
+from chunk_planner.tables import Table, engine_table
 
 #: The p50 of every step has settled when a further round moves the median step by less than this.
 SETTLED = 0.01
@@ -32,14 +36,29 @@ class Measured:
         steps = ((s.prefill, s.decode_kv, s.us) for run in self.runs for s in run.steps if s.tokens)
         return aggregate(steps)
 
-    def peak_bytes(self) -> list[tuple[int, int]]:
-        """(largest step in tokens, device allocator's peak in bytes), by size; empty on a CPU."""
+    @property
+    def complete(self) -> bool:
+        """Whether every workload was measured, the first (warm-up) runs aside."""
+        return self.rounds > 0
+
+    def memory(self) -> dict | None:
+        """Peak memory by step size as a table keeps it, None on a CPU.
+
+        Activation bytes per token are the slope over the step sizes: weights, cache and graphs
+        are in every peak alike.
+        """
         peaks: dict[int, int] = {}
         for run in self.runs:
             if run.peak_bytes is not None:
                 size = max(step.tokens for step in run.steps)
                 peaks[size] = max(peaks.get(size, 0), run.peak_bytes)
-        return sorted(peaks.items())
+        if len(peaks) < 2:
+            return None
+        small, large = min(peaks), max(peaks)
+        return {
+            "points": [{"step_tokens": n, "peak_bytes": peaks[n]} for n in sorted(peaks)],
+            "activation_bytes_per_token": max(0, peaks[large] - peaks[small]) / (large - small),
+        }
 
 
 def chunk_sizes(block: int, budget: int, most: int = 8) -> list[int]:
@@ -98,7 +117,6 @@ def measure(
     engine: TimedEngine,
     plan: Sequence[Workload],
     time_limit_s: float,
-    on_run: Callable[[Run], None] = lambda run: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Measured]:
     """Run `plan` round after round until its p50s settle or time is up, yielding after each run.
@@ -119,7 +137,6 @@ def measure(
                 yield measured
                 return
             run = engine.run(workload)
-            on_run(run)
             (measured.runs if number else warm).append(run)
             yield measured
         measured.rounds = number
@@ -129,6 +146,61 @@ def measure(
             measured.settled = True
             return
         before = now
+
+
+def calibrate(
+    engine_args: dict | list[str],
+    log: str | Path,
+    *,
+    time_limit_s: float = 120.0,
+    context_tokens: int = CONTEXT_TOKENS,
+    command: str = "chunk_planner.engine.calibrate.calibrate",
+    env: dict | None = None,
+    patch: Callable[[], None] | None = None,
+    on_start: Callable[[EngineInfo, float], None] = lambda info, limit: None,
+    on_run: Callable[[float, Measured], None] = lambda seconds, measured: None,
+) -> Table:
+    """Start an engine once, measure its steps up to its budget, and return the tuning table.
+
+    Ctrl-C and the time limit end the measuring, not the answer: the table then says that it is
+    not complete.
+
+    Args:
+        engine_args, log, env, patch: see `TimedEngine`.
+        time_limit_s: for measuring, in seconds after the start.
+        context_tokens: longest context to measure.
+        command: what the table's provenance records.
+        on_start, on_run: told once the engine runs, and after each run.
+
+    Raises:
+        PlannerError: the engine does not start, or was interrupted before it measured anything.
+    """
+    measured = Measured()
+    with TimedEngine(engine_args, log, env, patch) as engine:
+        info = engine.info
+        on_start(info, time_limit_s)
+        start = time.monotonic()
+        try:
+            plan = workloads(info, context_tokens)
+            for measured in measure(engine, plan, time_limit_s):
+                on_run(time.monotonic() - start, measured)
+        except (KeyboardInterrupt, PlannerError) as error:
+            # an engine that died late (out of memory at the largest step) has measured the rest
+            if len(measured.points()) < 2:
+                raise
+            measured.stopped = str(error) or "interrupted"
+        seconds = time.monotonic() - start
+    provenance = {
+        "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command,
+        "complete": measured.complete,
+        "rounds": measured.rounds,
+        "seconds": round(seconds, 1),
+    }
+    if measured.stopped:
+        provenance["notes"] = [f"stopped: {measured.stopped}"]
+    points = measured.points()
+    return engine_table(points, fit(points), info.fingerprint, provenance, measured.memory())
 
 
 def _cycle(values: Sequence[int]) -> Iterator[int]:

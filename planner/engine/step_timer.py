@@ -84,7 +84,7 @@ class TimedEngine:
     """An engine in a child process that runs workloads and times their steps.
 
     Args:
-        engine_args: keyword arguments of vLLM's `EngineArgs`.
+        engine_args: keyword arguments of vLLM's `EngineArgs`, or flags for vLLM's own parser.
         log: file that takes what the engine prints.
         env: environment variables of the engine's process.
         patch: called in the child before the engine is built (importable, for spawning).
@@ -93,7 +93,9 @@ class TimedEngine:
         PlannerError: the engine did not start, or ended during a run; names the log.
     """
 
-    def __init__(self, engine_args: dict, log: str | Path, env: dict | None = None, patch=None):
+    def __init__(
+        self, engine_args: dict | list[str], log: str | Path, env: dict | None = None, patch=None
+    ):
         self.log = Path(log)
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
@@ -165,7 +167,7 @@ class _environment:
                 os.environ[name] = value
 
 
-def _child(pipe, engine_args: dict, log: str, env: dict, patch) -> None:
+def _child(pipe, engine_args: dict | list[str], log: str, env: dict, patch) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
@@ -189,11 +191,12 @@ def _child(pipe, engine_args: dict, log: str, env: dict, patch) -> None:
 class _InProcess:
     """vLLM's LLMEngine in this process, with its scheduler in view."""
 
-    def __init__(self, engine_args: dict):
+    def __init__(self, engine_args: dict | list[str]):
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        args = EngineArgs(**(engine_args | {"async_scheduling": False}))
+        args = _parse(engine_args) if isinstance(engine_args, list) else EngineArgs(**engine_args)
+        args.async_scheduling = False
         self.engine = LLMEngine.from_engine_args(args)
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -212,17 +215,21 @@ class _InProcess:
         self.scheduler.schedule = recording
 
     def info(self) -> EngineInfo:
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
         from chunk_planner.engine.fingerprint import fingerprint
 
         scheduler = self.scheduler
+        concurrency = get_max_concurrency_for_kv_cache_config(
+            self.config, scheduler.kv_cache_config
+        )
         return EngineInfo(
             block_size=scheduler.cache_config.block_size,
             aligned=bool(getattr(scheduler, "need_mamba_block_aligned_split", False)),
             max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,
             max_num_seqs=scheduler.max_num_running_reqs,
             max_model_len=scheduler.max_model_len,
-            kv_cache_tokens=scheduler.kv_cache_config.num_blocks
-            * scheduler.cache_config.block_size,
+            kv_cache_tokens=int(scheduler.max_model_len * concurrency),
             fingerprint=fingerprint(scheduler),
         )
 
@@ -288,6 +295,18 @@ class _InProcess:
             TokensPrompt(prompt_token_ids=ids),
             SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False),
         )
+
+
+def _parse(flags: list[str]):
+    """vLLM's `EngineArgs` from its own flags; a flag vLLM refuses is a ValueError."""
+    from vllm import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str):
+            raise ValueError(message)
+
+    return EngineArgs.from_cli_args(EngineArgs.add_cli_args(Parser()).parse_args(flags))
 
 
 def _reset_peak_bytes(worker) -> None:
