@@ -12,7 +12,6 @@ from chunk_planner.kernels.chunk_metadata import (  # noqa: E402
     max_chunks,
 )
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LISTS = (
     "chunk_indices",
     "chunk_offsets",
@@ -37,7 +36,7 @@ def random_batch(seed: int, num_seqs: int, longest: int, empty: bool = False):
 
 
 def empty_lists(
-    num_seqs: int, room: int, dtype=torch.int32, only: tuple[str, ...] = LISTS
+    device: str, num_seqs: int, room: int, dtype=torch.int32, only: tuple[str, ...] = LISTS
 ) -> ChunkMetadata:
     shapes = {
         "chunk_indices": (room, 2),
@@ -49,7 +48,7 @@ def empty_lists(
     }
     poison = torch.iinfo(dtype).min
     return ChunkMetadata(
-        **{name: torch.full(shapes[name], poison, dtype=dtype, device=DEVICE) for name in only}
+        **{name: torch.full(shapes[name], poison, dtype=dtype, device=device) for name in only}
     )
 
 
@@ -79,30 +78,32 @@ def assert_lists_equal(actual: ChunkMetadata, expected: ChunkMetadata) -> None:
     ],
 )
 def test_kernel_matches_reference(
-    num_seqs: int, longest: int, chunk_size: int, inputs: str
+    num_seqs: int, longest: int, chunk_size: int, inputs: str, device: str
 ) -> None:
     qsl, computed, checkpoints = random_batch(num_seqs + chunk_size, num_seqs, longest, empty=True)
     room = max_chunks(int(qsl[-1]), num_seqs, chunk_size, int((checkpoints > 0).sum()))
     arguments = {"num_computed_tokens": None, "checkpoint_offsets": None}
     if inputs != "plain":
-        arguments["num_computed_tokens"] = computed.to(DEVICE)
+        arguments["num_computed_tokens"] = computed.to(device)
     if inputs == "checkpoints":
-        arguments["checkpoint_offsets"] = checkpoints.to(DEVICE)
-    qsl = qsl.to(DEVICE)
-    actual = chunk_metadata(qsl, chunk_size, empty_lists(num_seqs, room), **arguments)
-    expected = chunk_metadata_reference(qsl, chunk_size, empty_lists(num_seqs, room), **arguments)
+        arguments["checkpoint_offsets"] = checkpoints.to(device)
+    qsl = qsl.to(device)
+    actual = chunk_metadata(qsl, chunk_size, empty_lists(device, num_seqs, room), **arguments)
+    expected = chunk_metadata_reference(
+        qsl, chunk_size, empty_lists(device, num_seqs, room), **arguments
+    )
     assert_lists_equal(actual, expected)
 
 
 @pytest.mark.parametrize("run", [chunk_metadata, chunk_metadata_reference])
-def test_known_batch(run) -> None:
+def test_known_batch(run, device: str) -> None:
     # 130 tokens from position 100 with a checkpoint at 200, then 64 tokens from 0.
     out = run(
-        torch.tensor([5, 135, 199], dtype=torch.int32, device=DEVICE),
+        torch.tensor([5, 135, 199], dtype=torch.int32, device=device),
         64,
-        empty_lists(2, 8),
-        num_computed_tokens=torch.tensor([100, 0], device=DEVICE),
-        checkpoint_offsets=torch.tensor([100, 0], device=DEVICE),
+        empty_lists(device, 2, 8),
+        num_computed_tokens=torch.tensor([100, 0], device=device),
+        checkpoint_offsets=torch.tensor([100, 0], device=device),
     )
     # Chunk ends at 128, 192, the checkpoint 200 and the end 230; 230 < 256.
     assert out.cu_chunk_seqlens.tolist() == [0, 28, 92, 100, 130, 194, 194, 194, 194]
@@ -115,17 +116,17 @@ def test_known_batch(run) -> None:
 
 @pytest.mark.parametrize("run", [chunk_metadata, chunk_metadata_reference])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_only_the_lists_asked_for(run, dtype) -> None:
-    qsl = torch.tensor([0, 100, 101], dtype=dtype, device=DEVICE)
-    out = run(qsl, 64, empty_lists(2, 3, dtype, only=("chunk_indices", "chunk_offsets")))
+def test_only_the_lists_asked_for(run, dtype, device: str) -> None:
+    qsl = torch.tensor([0, 100, 101], dtype=dtype, device=device)
+    out = run(qsl, 64, empty_lists(device, 2, 3, dtype, only=("chunk_indices", "chunk_offsets")))
     assert out.chunk_indices.tolist() == [[0, 0], [0, 1], [1, 0]]
     assert out.chunk_offsets.tolist() == [0, 2, 3]
 
 
 @pytest.mark.parametrize("run", [chunk_metadata, chunk_metadata_reference])
-def test_chunks_beyond_the_room_are_dropped(run) -> None:
-    qsl = torch.tensor([0, 1000, 2000], dtype=torch.int32, device=DEVICE)
-    out = run(qsl, 64, empty_lists(2, 20))
+def test_chunks_beyond_the_room_are_dropped(run, device: str) -> None:
+    qsl = torch.tensor([0, 1000, 2000], dtype=torch.int32, device=device)
+    out = run(qsl, 64, empty_lists(device, 2, 20))
     assert out.chunk_offsets.tolist() == [0, 16, 32]
     assert out.seq_idx.tolist() == [0] * 16 + [1] * 4
 
@@ -161,21 +162,21 @@ def test_bad_arguments_are_named(change: dict, message: str) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("num_seqs", [1, 5, 24])
-def test_matches_flash_linear_attention_of_vllm(num_seqs: int) -> None:
+def test_matches_flash_linear_attention_of_vllm(num_seqs: int, device: str) -> None:
     index = pytest.importorskip("vllm.third_party.flash_linear_attention.ops.index")
     for seed in range(3):
         qsl, _, _ = random_batch(seed, num_seqs, 700)
         indices = index.prepare_chunk_indices(qsl, 64)
         offsets = index.prepare_chunk_offsets(qsl, 64)
-        out = empty_lists(num_seqs, len(indices), only=("chunk_indices", "chunk_offsets"))
-        chunk_metadata(qsl.to(DEVICE), 64, out)
+        out = empty_lists(device, num_seqs, len(indices), only=("chunk_indices", "chunk_offsets"))
+        chunk_metadata(qsl.to(device), 64, out)
         assert out.chunk_indices.tolist() == indices.tolist()
         assert out.chunk_offsets.tolist() == offsets.tolist()
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("num_seqs", [1, 5, 24])
-def test_matches_mamba2_builder_of_vllm(num_seqs: int) -> None:
+def test_matches_mamba2_builder_of_vllm(num_seqs: int, device: str) -> None:
     builder = pytest.importorskip("vllm.v1.attention.backends.mamba_attn")
     for seed in range(3):
         qsl, computed, checkpoints = random_batch(seed, num_seqs, 900)
@@ -185,11 +186,11 @@ def test_matches_mamba2_builder_of_vllm(num_seqs: int) -> None:
             )
         )
         out = chunk_metadata(
-            qsl.to(DEVICE),
+            qsl.to(device),
             256,
-            empty_lists(num_seqs, len(seq_idx)),
-            computed.to(DEVICE),
-            checkpoints.to(DEVICE),
+            empty_lists(device, num_seqs, len(seq_idx)),
+            computed.to(device),
+            checkpoints.to(device),
         )
         assert out.cu_chunk_seqlens.tolist() == cu_chunk_seqlens
         assert out.seq_idx.tolist() == seq_idx
@@ -198,13 +199,16 @@ def test_matches_mamba2_builder_of_vllm(num_seqs: int) -> None:
 
 
 @pytest.mark.engine
-def test_matches_varlen_metadata_of_vllm() -> None:
+def test_matches_varlen_metadata_of_vllm(device: str) -> None:
     mamba2 = pytest.importorskip("vllm.v1.attention.backends.mamba2_attn")
     qsl, _, _ = random_batch(3, 24, 500)
     cu_chunk_seqlens, last, seq_idx = mamba2.compute_varlen_chunk_metadata(qsl, 64)
     # That helper cuts at multiples of the chunk in the packed batch.
     out = chunk_metadata(
-        qsl.to(DEVICE), 64, empty_lists(24, len(seq_idx)), num_computed_tokens=qsl[:-1].to(DEVICE)
+        qsl.to(device),
+        64,
+        empty_lists(device, 24, len(seq_idx)),
+        num_computed_tokens=qsl[:-1].to(device),
     )
     assert out.cu_chunk_seqlens.tolist() == cu_chunk_seqlens.tolist()
     assert out.last_chunk_indices.tolist() == last.tolist()
