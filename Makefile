@@ -28,6 +28,10 @@ lint: venv
 test: lint
 	$(PY) -m pytest tests
 
+# The scheduler of every supported release; fetches the Python files of three wheels once.
+compat: venv
+	$(PY) tests/compat/release_matrix.py
+
 demo: venv
 	$(PY) benchmarks/chunk_sweep.py --out demo-out
 

@@ -12,8 +12,7 @@ BLOCK = 1152
 def test_split_equals_the_installed_engine() -> None:
     from equivalence import compare_splits
 
-    calls, mismatches = compare_splits("0.32", 20_000, seed=20260)
-    assert calls == 20_000
+    mismatches = compare_splits("0.32", 20_000, seed=20260)
     assert not mismatches, "\n".join(mismatches[:3])
 
 

@@ -14,8 +14,7 @@ BLOCK = 1152
 def test_schedule_equals_the_installed_engine() -> None:
     from equivalence import compare_schedules
 
-    schedules, steps, mismatches = compare_schedules("0.32", 120, seed=20261)
-    assert schedules == 120
+    steps, mismatches = compare_schedules("0.32", 120, seed=20261)
     assert steps > 2000
     assert not mismatches, "\n".join(mismatches[:3])
 

@@ -4,7 +4,6 @@ A mismatch is one line that names the input and both answers.
 """
 
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
 
 from real_scheduler import DRAFTERS, build_scheduler, chunk_rule, run_schedule
@@ -50,18 +49,12 @@ def random_options(rng: random.Random, vllm_version: str, blocks: tuple[int, ...
     return options
 
 
-def compare_splits(
-    vllm_version: str, calls: int, seed: int, stop: Callable[[], bool] = lambda: False
-) -> tuple[int, list[str]]:
-    """`ChunkRule.split` against `Scheduler._mamba_block_aligned_split`.
-
-    Returns:
-        Calls made and mismatches.
-    """
+def compare_splits(vllm_version: str, calls: int, seed: int) -> list[str]:
+    """`ChunkRule.split` against `Scheduler._mamba_block_aligned_split`; returns the mismatches."""
     rng = random.Random(seed)
     mismatches = []
     done = 0
-    while done < calls and not stop():
+    while done < calls:
         options = random_options(rng, vllm_version, (16, 64, 128, 528, 784, 1152, 2096))
         scheduler = build_scheduler(num_blocks=8, **options)
         rule = chunk_rule(scheduler, vllm_version)
@@ -96,7 +89,7 @@ def compare_splits(
                     f"start={start}, num_new_tokens={wanted}, num_prompt_tokens={prompt}, "
                     f"num_tokens={total}, shared_prefix_boundary={boundary})"
                 )
-    return done, mismatches
+    return mismatches
 
 
 def random_requests(rng: random.Random, block: int, mix: str) -> list[Request]:
@@ -126,20 +119,18 @@ def random_requests(rng: random.Random, block: int, mix: str) -> list[Request]:
     return [one(0 if mix == "many at once" else rng.randint(0, 12)) for _ in range(count)]
 
 
-def compare_schedules(
-    vllm_version: str, schedules: int, seed: int, stop: Callable[[], bool] = lambda: False
-) -> tuple[int, int, list[str]]:
+def compare_schedules(vllm_version: str, schedules: int, seed: int) -> tuple[int, list[str]]:
     """`plan_schedule` against `Scheduler.schedule` and `update_from_output`, step by step.
 
     Returns:
-        Schedules compared, steps compared, and mismatches: the first step that differs.
+        Steps compared, and for each schedule that is not the same its first other step.
     """
     rng = random.Random(seed)
     mismatches = []
-    done = steps = 0
-    while done < schedules and not stop():
+    steps = 0
+    for done in range(schedules):
         options = random_options(rng, vllm_version, (16, 48, 64, 100))
-        requests = random_requests(rng, options["block_size"], MIXES[done % len(MIXES)])
+        requests = random_requests(rng, options["block_size"], MIXES[(seed + done) % len(MIXES)])
         accepted = rng.randint(0, 3)
         scheduler = build_scheduler(num_blocks=2000, **options)
         rule = chunk_rule(scheduler, vllm_version)
@@ -149,7 +140,7 @@ def compare_schedules(
             for name in ("max_num_seqs", "max_num_active_seqs", "num_speculative_tokens")
         }
         ours = plan_schedule(rule, requests, accepted_tokens=accepted, max_steps=400, **limits)
-        done, steps = done + 1, steps + len(engine)
+        steps += len(engine)
         if ours.steps != engine:
             same = 0
             while engine[same : same + 1] == ours.steps[same : same + 1] != []:
@@ -159,4 +150,4 @@ def compare_schedules(
                 f"plan_schedule {ours.steps[same : same + 1]}: {rule}, {requests}, "
                 f"accepted_tokens={accepted}, {limits}"
             )
-    return done, steps, mismatches
+    return steps, mismatches
