@@ -16,12 +16,15 @@ SSD_CHUNK_TOKENS = 128
 # What keys and values come in, so what a delta rule's products are taken in.
 ACTIVATION_DTYPE = torch.bfloat16
 
-# One of each family, at the parallelism they are served with, and a large state on one GPU.
+# Each family as it is served; from the smallest state in use to the largest, because the price of a
+# checkpoint is interpolated between those measured.
 DEFAULT_SHAPES = (
-    ("GLM-5.3-Flash", 8, "fp8"),
-    ("Qwen3.5-35B-A3B", 1, "auto"),
-    ("NVIDIA-Nemotron-3-Super-120B-A12B-FP8", 8, "auto"),
-    ("Qwen3.5-27B", 1, "auto"),
+    ("Qwen3-Next-80B-A3B", 4, "auto"),  # GDN, bfloat16, 9 MiB
+    ("GLM-5.3-Flash", 8, "fp8"),  # KDA, 18 MiB
+    ("NVIDIA-Nemotron-3-Super-120B-A12B-FP8", 8, "auto"),  # Mamba2, 20 MiB
+    ("Qwen3.5-35B-A3B", 1, "auto"),  # GDN, 61 MiB
+    ("Qwen3.5-27B", 1, "auto"),  # GDN, 147 MiB
+    ("NVIDIA-Nemotron-3-Super-120B-A12B-FP8", 1, "auto"),  # Mamba2, 162 MiB
 )
 
 

@@ -208,8 +208,11 @@ def _check_blocks(
     return src_blocks, dst_blocks, shifts
 
 
-# 0 and 1, the strides of shared block lists, must not compile anew
-@triton.jit(do_not_specialize=["src_blocks_stride", "dst_blocks_stride"])
+# Neither where a slice of a block list begins nor how many requests it has may compile anew.
+@triton.jit(
+    do_not_specialize=["src_blocks_stride", "dst_blocks_stride"],
+    do_not_specialize_on_alignment=["src_blocks_ptr", "dst_blocks_ptr", "shifts_ptr"],
+)
 def _copy_states_kernel(
     table_ptr,
     tiles_ptr,
@@ -281,9 +284,9 @@ VARIANTS = [
         {
             "table_ptr": "*i64:16",
             "tiles_ptr": "*i32:16",
-            "src_blocks_ptr": "*i32:16",
-            "dst_blocks_ptr": "*i32:16",
-            "shifts_ptr": "*i32:16",
+            "src_blocks_ptr": "*i32",
+            "dst_blocks_ptr": "*i32",
+            "shifts_ptr": "*i32",
             "src_blocks_stride": "i32",
             "dst_blocks_stride": "i32",
         },

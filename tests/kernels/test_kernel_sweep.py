@@ -16,6 +16,14 @@ torch = pytest.importorskip("torch")
 from chunk_planner.kernels import timing  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MACHINE = {
+    "device_name": "No such GPU",
+    "torch": "2",
+    "triton": "3",
+    "cuda": None,
+    "hip": "7",
+    "date": "2026-01-02T03:04:05+00:00",
+}
 ATTENTION = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -80,7 +88,7 @@ def sweep(monkeypatch, device, tmp_path):
     monkeypatch.setattr(plan_cases, "SEQUENCES", (5,))
     # Triton's interpreter multiplies bfloat16 as integers
     monkeypatch.setattr(kernel_shapes, "ACTIVATION_DTYPE", torch.float16)
-    monkeypatch.setattr(kernel_sweep, "machine", lambda _: {"device_name": "No such GPU"})
+    monkeypatch.setattr(kernel_sweep, "machine", lambda _: dict(MACHINE))
 
     def run(rule, *options):
         folder = tmp_path / rule
@@ -116,6 +124,22 @@ def test_checks_then_times_everything(sweep, rule):
     assert requests[1]["price_per_checkpoint_us"] == 0.5
     checkpoint = raw["shapes"][f"{rule} TP1"]["checkpoint_bytes"]
     assert requests[1]["moved_bytes"] == 2 * 4 * checkpoint
+
+
+def test_its_file_becomes_a_tuning_table(sweep):
+    pytest.importorskip("jsonschema")
+    _, raw = sweep("gdn", "--time-limit", "0")
+    import kernel_table
+
+    (row,) = kernel_table.table_of(raw).data["checkpoint"]
+    (shape,) = raw["shapes"].values()
+    assert row == {
+        "state_bytes": shape["checkpoint_bytes"],
+        "p20_us": 1.0,
+        "p50_us": 2.0,
+        "p80_us": 3.0,
+        "repeats": 3,
+    }
 
 
 def test_a_wrong_result_is_never_timed(sweep, monkeypatch, capsys):
