@@ -1,0 +1,346 @@
+"""Measure what an idle prefill budget costs on a real engine, then prove the suggested one.
+
+One engine start at the largest budget measures every smaller one. The recommendation made from it
+is confirmed by restarts with the given and the recommended budget, prompts interleaved.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+
+from chunk_planner.budget import Recommendation, recommend
+from chunk_planner.engine.step_timer import EngineInfo, Run, TimedEngine, Workload
+from chunk_planner.errors import PlannerError
+from chunk_planner.fit import aggregate, fit
+from chunk_planner.plan import plan_prefill
+from chunk_planner.rule import SUPPORTED_VERSIONS, ChunkRule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("sweep-out"), help="folder for JSON, PNG, engine logs")
+    add("--model", help="model to serve; default: a tiny hybrid model made up here")
+    add("--block-size", type=int, help="default 128 for the tiny model, else vLLM's choice")
+    add("--budget", type=int, help="the budget in use today (default: 200, or 8192 with --model)")
+    add("--max-budget", type=int, help="largest budget to measure (default: 8 blocks and a bit)")
+    add("--prompt-tokens", type=int, default=4096)
+    add("--max-num-seqs", type=int, default=8)
+    add("--expected-decodes", type=int, default=4, help="decodes that share a step")
+    add("--engine-args", type=json.loads, default={}, help="more vLLM engine arguments, as JSON")
+    add("--repeats", type=int, default=5, help="timed prompts per budget and per restart")
+    add("--no-restart", action="store_true", help="sweep only; do not confirm by restarts")
+    add("--json", action="store_true", help="print the result as JSON as well")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to start the engine: the same arguments every time, but for the budget."""
+
+    args: dict
+    env: dict
+    out: Path
+
+    def start(self, budget: int, name: str) -> TimedEngine:
+        log = self.out / f"engine-{name}.log"
+        return TimedEngine(self.args | {"max_num_batched_tokens": budget}, log, self.env)
+
+
+def run(args: argparse.Namespace) -> int:
+    args.out.mkdir(parents=True, exist_ok=True)
+    result: dict = {"evidence": "measured-engine", "command": " ".join(sys.argv)}
+    stopped = False
+    try:
+        _measure(args, result)
+    except KeyboardInterrupt:
+        stopped = True
+        print("interrupted: what was measured is kept", file=sys.stderr)
+    except PlannerError as error:
+        print(f"chunk_sweep: {error}", file=sys.stderr)
+        return 2
+    if "sweep" in result:
+        (args.out / "sweep.json").write_text(json.dumps(result, indent=1) + "\n")
+        _draw(result, args.out / "sweep.png")
+        print(f"\nwrote {args.out / 'sweep.json'} and {args.out / 'sweep.png'}")
+    if args.json:
+        print(json.dumps(result, indent=1))
+    return 130 if stopped else 0
+
+
+def _measure(args: argparse.Namespace, result: dict) -> None:
+    engine = _engine(args)
+    block = engine.args.get("block_size")
+    given = args.budget or (8192 if args.model else 200)
+    largest = args.max_budget or (8 * block + 64 if block else max(16384, given))
+    with _progress() as progress:
+        task = progress.add_task("starting the engine", total=None)
+        with engine.start(largest, "sweep") as started:
+            info = started.info
+            if not info.aligned:
+                raise PlannerError(
+                    f"{args.model} is served without mamba_cache_mode=align: chunks end anywhere"
+                )
+            rule = ChunkRule(info.block_size, given, vllm_version=_release(info))
+            budgets = _budgets(info, given)
+            result |= {"engine": info.fingerprint, "block_size": info.block_size}
+            result |= {"prompt_tokens": args.prompt_tokens, "given_budget": given}
+            runs: list[Run] = []
+            try:
+                _sweep(started, budgets, args, runs, progress, task)
+            finally:
+                rows = _rows(runs, rule)
+                if rows:
+                    result["sweep"] = rows
+    _print_sweep(rows, info)
+    # Whole steps of all runs: the decodes' too, which the recommendation leaves room for.
+    cost = fit(aggregate((s.prefill, s.decode_kv, s.us) for run in runs for s in run.steps))
+    found = recommend(
+        rule,
+        max_num_seqs=args.max_num_seqs,
+        expected_decodes=args.expected_decodes,
+        prompt_tokens=args.prompt_tokens,
+        cost=cost,
+    )
+    recommended = found.recommended.max_num_batched_tokens
+    result["recommended_budget"] = recommended
+    _print_recommendation(found)
+    if args.no_restart or recommended == given:
+        return
+    result["restart"] = _confirm(engine, given, recommended, args)
+    _print_restart(result["restart"])
+
+
+def _engine(args: argparse.Namespace) -> Engine:
+    base = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_model_len": args.prompt_tokens + 256,
+        "enable_prefix_caching": True,
+    }
+    if args.model:
+        base["model"] = args.model
+        if args.block_size:
+            base["block_size"] = args.block_size
+        return Engine(base | args.engine_args, {}, args.out)
+    from chunk_planner.engine.tiny_model import TINY_ENGINE_ENV, tiny_engine_args, write_tiny_model
+
+    block = args.block_size or 128
+    model = write_tiny_model(args.out / "tiny-model", block=block)
+    base |= {"model": str(model)} | tiny_engine_args(block)
+    return Engine(base | args.engine_args, TINY_ENGINE_ENV, args.out)
+
+
+def _release(info: EngineInfo) -> str:
+    """The rule of the engine that runs; an unknown release is refused by name."""
+    release = ".".join(info.fingerprint["vllm_version"].split(".")[:2])
+    if release not in SUPPORTED_VERSIONS:
+        raise PlannerError(f"vLLM {release} is not one of {', '.join(SUPPORTED_VERSIONS)}")
+    return release
+
+
+def _budgets(info: EngineInfo, given: int) -> list[int]:
+    """The given budget and every number of blocks, thinned in ratio, up to the started budget."""
+    from chunk_planner.engine.calibrate import chunk_sizes
+
+    whole = [n for n in chunk_sizes(info.block_size, info.max_num_batched_tokens) if n % 2 == 0]
+    usable = [n for n in whole if n >= info.block_size // 2]
+    return sorted({*usable, min(given, info.max_num_batched_tokens)})
+
+
+def _sweep(engine: TimedEngine, budgets, args, runs: list[Run], progress, task) -> None:
+    """Each budget in turn, round after round; the first round warms up and is not kept."""
+    prompt = args.prompt_tokens
+    plan = [Workload(budget, prompts=(prompt,)) for budget in budgets]
+    # Mixed steps, for the price of a decode's wait; not part of the table below.
+    decodes = (engine.info.block_size,) * min(args.expected_decodes, args.max_num_seqs - 1)
+    if decodes:
+        middle = [budgets[0], budgets[len(budgets) // 2], budgets[-1]]
+        plan += [
+            Workload(b, prompts=(min(prompt, 3 * b),), decode_contexts=decodes) for b in middle
+        ]
+    progress.update(task, total=len(plan) * (args.repeats + 1), description="warming up")
+    for repeat in range(args.repeats + 1):
+        for workload in plan:
+            run = engine.run(workload)
+            if repeat:
+                runs.append(run)
+            progress.update(task, advance=1, description=f"budget {workload.budget}")
+
+
+def _rows(runs: list[Run], rule: ChunkRule) -> list[dict]:
+    """One row a budget, from the runs of a lone prompt."""
+    rows = []
+    alone = [run for run in runs if not run.workload.decode_contexts]
+    for budget in sorted({run.workload.budget for run in alone}):
+        mine = [run for run in alone if run.workload.budget == budget]
+        plan = plan_prefill(
+            ChunkRule(rule.block_size, budget, vllm_version=rule.vllm_version),
+            mine[0].workload.prompts[0],
+        )
+        chunks = [[n for n, _ in step.prefill] for step in mine[0].steps]
+        if [sum(c) for c in chunks] != list(plan.chunks):
+            raise PlannerError(f"budget {budget}: the engine scheduled {chunks}, not {plan.chunks}")
+        # The last chunk is a remainder; the repeating steps are what the budget stands for.
+        steps = [step.us / 1e3 for run in mine for step in run.steps[:-1] or run.steps]
+        p20, p50, p80 = _p(steps)
+        seconds = _p([run.seconds for run in mine])[0]
+        rows.append(
+            {
+                "max_num_batched_tokens": budget,
+                "blocks": budget // rule.block_size,
+                "tokens_per_step": plan.tokens_per_step,
+                "idle_share": plan.idle_share,
+                "step_p20_ms": p20,
+                "step_p50_ms": p50,
+                "step_p80_ms": p80,
+                "tokens_per_second": mine[0].workload.prompts[0] / seconds,
+                "repeats": len(mine),
+            }
+        )
+    if rows:
+        best = max(row["tokens_per_second"] for row in rows)
+        for row in rows:
+            row["slowdown"] = best / row["tokens_per_second"]
+    return rows
+
+
+def _p(values: list[float]) -> tuple[float, float, float]:
+    """p20, p50, p80."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    cuts = quantiles(values, n=10, method="inclusive")
+    return cuts[1], cuts[4], cuts[7]
+
+
+def _confirm(engine: Engine, given: int, recommended: int, args) -> dict:
+    """Start with each budget and time prompts in turn: both at once where memory allows (CPU),
+    else one start after the other, twice each."""
+    seconds: dict[int, list[float]] = {given: [], recommended: []}
+    workloads = {b: Workload(b, prompts=(args.prompt_tokens,)) for b in seconds}
+    with contextlib.ExitStack() as stack, _progress() as progress:
+        task = progress.add_task("restarting", total=2 * (args.repeats + 1))
+        if args.engine_args.get("gpu_memory_utilization") is None and _on_cpu():
+            engines = {b: stack.enter_context(engine.start(b, f"restart-{b}")) for b in workloads}
+            for repeat in range(args.repeats + 1):
+                for budget, started in engines.items():
+                    run = started.run(workloads[budget])
+                    if repeat:
+                        seconds[budget].append(run.seconds)
+                    progress.update(task, advance=1, description=f"restarted, budget {budget}")
+        else:
+            half = -(-args.repeats // 2)
+            progress.update(task, total=4 * (half + 1))
+            for number, budget in enumerate([given, recommended] * 2):
+                with engine.start(budget, f"restart-{number}-{budget}") as started:
+                    for repeat in range(half + 1):
+                        run = started.run(workloads[budget])
+                        if repeat:
+                            seconds[budget].append(run.seconds)
+                        progress.update(task, advance=1, description=f"budget {budget}")
+    rates = {b: args.prompt_tokens / _p(values)[1] for b, values in seconds.items()}
+    return {
+        "given": {"budget": given, "tokens_per_second": rates[given], "seconds": seconds[given]},
+        "recommended": {
+            "budget": recommended,
+            "tokens_per_second": rates[recommended],
+            "seconds": seconds[recommended],
+        },
+        "speed_up": rates[recommended] / rates[given],
+    }
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def _print_sweep(rows: list[dict], info: EngineInfo) -> None:
+    from chunk_planner.cli.render import print_table
+
+    print_table(
+        (
+            "budget",
+            "blocks",
+            "tokens/step",
+            "idle %",
+            "step ms p20",
+            "p50",
+            "p80",
+            "tokens/s",
+            "slowdown",
+        ),
+        [
+            (
+                row["max_num_batched_tokens"],
+                row["blocks"],
+                f"{row['tokens_per_step']:.0f}",
+                f"{100 * row['idle_share']:.0f}",
+                f"{row['step_p20_ms']:.1f}",
+                f"{row['step_p50_ms']:.1f}",
+                f"{row['step_p80_ms']:.1f}",
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['slowdown']:.2f}x",
+            )
+            for row in rows
+        ],
+        title=f"block {info.block_size}, measured-engine on {info.fingerprint['device_name']}",
+    )
+
+
+def _print_recommendation(found: Recommendation) -> None:
+    from chunk_planner import advice
+
+    print()
+    for sentence in advice.reasons(found):
+        print(sentence)
+
+
+def _print_restart(restart: dict) -> None:
+    given, recommended = restart["given"], restart["recommended"]
+    print(
+        f"\nrestarted: {given['tokens_per_second']:.0f} tokens/s at the given budget "
+        f"{given['budget']}, {recommended['tokens_per_second']:.0f} at the recommended "
+        f"{recommended['budget']}: {restart['speed_up']:.2f}x (measured-engine, interleaved, "
+        f"medians of {len(given['seconds'])})"
+    )
+
+
+def _draw(result: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = result["sweep"]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    budgets = [row["max_num_batched_tokens"] for row in rows]
+    axes.plot(budgets, [row["tokens_per_second"] for row in rows], "o-", color="tab:blue")
+    given, suggested = result["given_budget"], result.get("recommended_budget")
+    axes.axvline(given, color="tab:red", linestyle=":", label=f"given {given}")
+    if suggested:
+        axes.axvline(suggested, color="tab:green", linestyle="--", label=f"recommended {suggested}")
+    axes.set(
+        xlabel="max_num_batched_tokens",
+        ylabel="prefill tokens per second",
+        ylim=(0, None),
+        title=f"{result['engine']['device_name']}, block {result['block_size']}",
+    )
+    axes.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _progress():
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
