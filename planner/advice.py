@@ -4,9 +4,9 @@ Each number is given with its unit and with where it came from: `rule` (vLLM's c
 `measured-engine` (whole steps timed on this device), `modelled`.
 """
 
-from chunk_planner.budget import Recommendation
 from chunk_planner.diagnosis import Finding
 from chunk_planner.evaluate import Budget
+from chunk_planner.recommendation import Recommendation
 
 
 def percent(share: float) -> str:

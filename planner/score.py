@@ -20,6 +20,8 @@ class StepCost(Protocol):
     #: smallest and largest step that was measured, in scheduled tokens
     min_tokens: int
     max_tokens: int
+    #: longest context that was measured, in tokens
+    max_context_tokens: int
     #: relative spread of repeated measurements, 0.02 = 2 %
     noise: float
 

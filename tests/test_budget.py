@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from chunk_planner.budget import Constraints, recommend
+from chunk_planner.budget import recommend
 from chunk_planner.errors import PlannerError
+from chunk_planner.recommendation import Constraints
 from chunk_planner.rule import ChunkRule
 
 
@@ -18,6 +19,7 @@ class Affine:
     token_us: float
     min_tokens: int = 1
     max_tokens: int = 16384
+    max_context_tokens: int = 131072
     noise: float = 0.0
     evidence: str = "measured-engine"
 

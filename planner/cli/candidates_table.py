@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from chunk_planner import advice
-from chunk_planner.budget import Recommendation
 from chunk_planner.cli.render import print_table
 from chunk_planner.evaluate import Budget
+from chunk_planner.recommendation import Recommendation
 
 
 def print_candidates(found: Recommendation) -> None:

@@ -4,12 +4,13 @@ import argparse
 import json
 
 from chunk_planner import advice
-from chunk_planner.budget import Constraints, recommend
+from chunk_planner.budget import recommend
 from chunk_planner.cli.candidates_table import print_candidates
 from chunk_planner.cli.options import add_json, count
 from chunk_planner.cli.render import print_json
 from chunk_planner.cli.rule_options import add_rule_arguments, rule_from
 from chunk_planner.errors import PlannerError
+from chunk_planner.recommendation import Constraints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

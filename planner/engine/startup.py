@@ -1,11 +1,12 @@
 """The start-up advice: once per engine when its scheduler is built, checked at the first step."""
 
 from chunk_planner import advice
-from chunk_planner.budget import Constraints, Recommendation, recommend
+from chunk_planner.budget import recommend
 from chunk_planner.diagnosis import Finding
 from chunk_planner.engine import facts
 from chunk_planner.engine.live_rule import LiveRule
 from chunk_planner.engine.settings import Settings
+from chunk_planner.recommendation import Constraints, Recommendation
 
 
 def at_start(scheduler, logger, guarded) -> None:

@@ -4,15 +4,11 @@ The schedulers are vLLM's own, built without a model; `test_plugin_server.py` ha
 """
 
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.engine
 pytest.importorskip("vllm")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-
 from real_scheduler import build_scheduler  # noqa: E402
 
 from chunk_planner.engine import facts, plugin  # noqa: E402
