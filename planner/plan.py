@@ -89,79 +89,115 @@ def plan_prefill(
     """
     decode_requests = decode_tokens if decode_requests is None else decode_requests
     _check(num_prompt_tokens, num_computed_tokens, decode_tokens, decode_requests)
-    prompt, junction, block = num_prompt_tokens, shared_prefix_boundary, rule.block_size
-    room = room_tokens(rule, decode_tokens, decode_requests)
-    # Both budgets behind the decodes; a chunk and whoever could follow it are each charged slots.
-    slots = rule.draft_slots
-    tokens = rule.scheduled_budget - decode_tokens
-    inputs = rule.max_num_batched_tokens - decode_tokens - slots * decode_requests
-    threshold = rule.threshold(1 + decode_requests)
-    most = min(room, threshold or room)
-
+    prompt = _Prompt(
+        rule, num_prompt_tokens, shared_prefix_boundary, decode_tokens, decode_requests
+    )
     runs: list[tuple[tuple[int, ...], int]] = []
     idle: dict[IdleReason, int] = {}
     no_work = 0
-    stall = None
     start = num_computed_tokens
-    while start < prompt and stall is None:
-        # The steps to the next block boundary. Where they saw nothing but the grid and the
-        # budget, the same steps follow for as long as that holds.
-        first, pattern = start, []
-        reach = rule.regular_until(start, prompt, None, junction)
-        reach = min(reach, prompt - rule.prefill_lookahead_tokens)
-        charges: dict[IdleReason, int] = {}
-        regular = False
-        while True:
-            missing = prompt - start
-            wanted = min(missing, most)
-            split = rule.split(start, wanted, prompt, None, junction) if wanted > 0 else 0
-            got = rule.reserve(missing, split)
-            if got <= 0:
-                beside = room if decode_tokens else None
-                stall = find_stall(rule, start, prompt, junction, beside)
-                regular = False
-                break
-            left = max(0, min(tokens - got, inputs - got - 2 * slots))
-            if charge := min(missing - got, left):
-                if threshold and threshold < min(missing, room):
-                    reason = "threshold"
-                else:
-                    reason = cut_reason(rule, start, wanted, split, got, prompt, junction)
-                charges[reason] = charges.get(reason, 0) + charge
-            no_work += left - charge
-            regular = start + room <= reach
-            pattern.append(got)
-            start += got
-            if not regular or start % block == 0:
-                break
-        times = 1
-        if regular and first % block == 0:
-            cycle = start - first
-            times += max(0, reach - room - start + got) // cycle
-            start += (times - 1) * cycle
-        _append(runs, tuple(pattern), times)
-        for reason, charge in charges.items():
-            idle[reason] = idle.get(reason, 0) + charge * times
+    while start < num_prompt_tokens:
+        stretch = prompt.stretch(start)
+        if not stretch.pattern:
+            break
+        _append(runs, tuple(stretch.pattern), stretch.times)
+        for reason, charge in stretch.idle.items():
+            idle[reason] = idle.get(reason, 0) + charge * stretch.times
+        no_work += stretch.no_work
+        start += sum(stretch.pattern) * stretch.times
+    stall = None
+    if start < num_prompt_tokens:
+        beside = prompt.room if decode_tokens else None
+        stall = find_stall(rule, start, num_prompt_tokens, shared_prefix_boundary, beside)
 
-    with_decodes = _tokens_per_step(rule, most)
+    with_decodes = _tokens_per_step(rule, prompt.most)
     alone = with_decodes
     if decode_requests:
         lone = room_tokens(rule)
         alone = _tokens_per_step(rule, min(lone, rule.threshold(1) or lone))
     return ChunkPlan(
         rule=rule,
-        num_prompt_tokens=prompt,
+        num_prompt_tokens=num_prompt_tokens,
         num_computed_tokens=num_computed_tokens,
         decode_tokens=decode_tokens,
-        shared_prefix_boundary=junction,
+        shared_prefix_boundary=shared_prefix_boundary,
         chunks=Chunks(runs),
         tokens_per_step=with_decodes,
         idle_share=1 - alone / rule.scheduled_budget,
-        idle_share_with_decodes=1 - with_decodes / room if room > 0 else 0.0,
+        idle_share_with_decodes=1 - with_decodes / prompt.room if prompt.room > 0 else 0.0,
         idle_tokens=idle,
         no_work_tokens=no_work,
         stall=stall,
     )
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Steps up to a block boundary, and how often the very same steps follow each other."""
+
+    pattern: list[int] = field(default_factory=list)
+    times: int = 1
+    idle: dict[IdleReason, int] = field(default_factory=dict)
+    no_work: int = 0
+
+
+class _Prompt:
+    """A prompt and what every step offers it behind its decodes."""
+
+    def __init__(
+        self, rule: Rule, length: int, junction: int, decode_tokens: int, decode_requests: int
+    ) -> None:
+        self.rule, self.length, self.junction = rule, length, junction
+        self.tokens = rule.scheduled_budget - decode_tokens
+        self.inputs = (
+            rule.max_num_batched_tokens - decode_tokens - rule.draft_slots * decode_requests
+        )
+        self.room = room_tokens(rule, decode_tokens, decode_requests)
+        self.threshold = rule.threshold(1 + decode_requests)
+        self.most = min(self.room, self.threshold or self.room)
+
+    def stretch(self, start: int) -> _Stretch:
+        """The steps from `start` on; none if it gets nothing there."""
+        rule, block = self.rule, self.rule.block_size
+        stretch = _Stretch()
+        reach = rule.regular_until(start, self.length, None, self.junction)
+        reach = min(reach, self.length - rule.prefill_lookahead_tokens)
+        first = start
+        while True:
+            got = self._step(start, stretch)
+            if not got:
+                return stretch
+            # Past `reach` the rule sees more than the grid, and the prompt may not use the room.
+            if start + self.room > reach:
+                return stretch
+            last, start = start, start + got
+            if start % block == 0:
+                break
+        if first % block == 0:
+            stretch.times += max(0, reach - self.room - last) // (start - first)
+        return stretch
+
+    def _step(self, start: int, stretch: _Stretch) -> int:
+        rule, missing = self.rule, self.length - start
+        wanted = min(missing, self.most)
+        if wanted <= 0:
+            return 0
+        split = rule.split(start, wanted, self.length, None, self.junction)
+        got = rule.reserve(missing, split)
+        if not got:
+            return 0
+        # The slots are charged for this chunk, and kept for whoever would take what it leaves.
+        left = max(0, min(self.tokens - got, self.inputs - got - 2 * rule.draft_slots))
+        charge = min(missing - got, left)
+        if charge:
+            if self.threshold and self.threshold < min(missing, self.room):
+                reason: IdleReason = "threshold"
+            else:
+                reason = cut_reason(rule, start, wanted, split, got, self.length, self.junction)
+            stretch.idle[reason] = stretch.idle.get(reason, 0) + charge
+        stretch.no_work += left - charge
+        stretch.pattern.append(got)
+        return got
 
 
 def _append(runs: list[tuple[tuple[int, ...], int]], pattern: tuple[int, ...], times: int) -> None:

@@ -1,11 +1,14 @@
 """Whole schedules: against the installed engine, their accounting, and their ends."""
 
+import random
+
 import pytest
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.idle import IDLE_REASONS
-from chunk_planner.rule import ChunkRule
+from chunk_planner.rule import SUPPORTED_VERSIONS, ChunkRule
 from chunk_planner.schedule import Request, Schedule, plan_schedule
+from chunk_planner.steps import Stepper
 
 BLOCK = 1152
 
@@ -121,6 +124,44 @@ def test_every_reason_can_be_met() -> None:
         check_accounts(rule, schedule)
         seen.update(*schedule.idle_tokens)
     assert seen == set(IDLE_REASONS)
+
+
+def test_repeated_steps_are_the_steps_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(20262)
+    repeated = 0
+    for _ in range(150):
+        block = rng.choice([16, 64])
+        rule = ChunkRule(
+            block,
+            rng.randint(block // 2, 5 * block),
+            rng.choice(SUPPORTED_VERSIONS),
+            long_prefill_token_threshold=rng.choice([0, 0, 2 * block]),
+            draft_slots=rng.choice([0, 0, 1]),
+            eagle_block_drop=rng.random() < 0.3,
+            prefill_lookahead_tokens=rng.choice([0, 3]),
+        )
+        requests = []
+        for _ in range(rng.choice([1, 3, 9])):
+            prompt = rng.randint(1, 60 * block)
+            boundary = rng.choice([0, rng.randint(0, prompt)])
+            arrival = rng.choice([0, rng.randint(0, 90)])
+            requests.append(Request(arrival, prompt, rng.randint(1, 90), 0, boundary))
+        drafts = rng.choice([0, 3])
+        options = {
+            "max_num_seqs": rng.choice([1, 2, 16]),
+            "num_speculative_tokens": drafts,
+            "accepted_tokens": rng.randint(0, 3),
+            "max_steps": rng.choice([100, 2000]),
+        }
+        ours = plan_schedule(rule, requests, **options)
+        check_accounts(rule, ours)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stepper, "repeats", lambda self, most: 0)
+            single = plan_schedule(rule, requests, **options)
+        repeated += len(set(map(id, single.idle_tokens))) - len(set(map(id, ours.idle_tokens)))
+        assert ours == single
+    # Most steps of these mixes were not simulated.
+    assert repeated > 5000
 
 
 def test_empty_steps_before_an_arrival_and_truncation() -> None:
