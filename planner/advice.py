@@ -56,6 +56,9 @@ def reasons(recommendation: Recommendation) -> list[str]:
         said.append(_suggestion(recommendation))
     said += [_note(note, recommendation) for note in recommendation.notes]
     said += _kv_left(recommendation)
+    said.append(_second_prefill(recommendation))
+    if recommendation.checkpoint_us is not None:
+        said.append(checkpoint_price(recommendation))
     if recommendation.evidence == "rule":
         said.append(
             "This is rule-only: it follows from vLLM's chunk rule, no step was timed. Whether "
@@ -195,6 +198,25 @@ def _keep(recommendation: Recommendation) -> str:
             text + f", {1 + now.slowdown:.2f}x the best time per token ({recommendation.evidence})."
         )
     return text + " (rule)."
+
+
+def _second_prefill(recommendation: Recommendation) -> str:
+    cap = recommendation.recommended.second_prefill
+    return (
+        "A larger budget does not let a second long prompt in beside the first: that takes "
+        f"--long-prefill-token-threshold {cap['long_prefill_token_threshold']} with "
+        f"--max-num-batched-tokens {cap['max_num_batched_tokens']} (rule)."
+    )
+
+
+def checkpoint_price(recommendation: Recommendation) -> str:
+    """What storing the recurrent state at a chunk end costs by itself."""
+    text = f"Storing the state at a chunk end takes {recommendation.checkpoint_us:.0f} us"
+    step = recommendation.recommended.mixed_step_ms
+    if step is not None:
+        share = recommendation.checkpoint_us / 1e3 / step
+        text += f", {100 * share:.2f} % of a step"
+    return text + " (measured-kernel); what costs is that the chunk has to end there."
 
 
 def _kv_left(recommendation: Recommendation) -> list[str]:

@@ -113,6 +113,21 @@ def candidate_budgets(
     return batched, min(scheduled, batched)
 
 
+def second_prefill(
+    block_size: int, blocks: int, workload: Workload, draft_slots: int
+) -> tuple[int, int]:
+    """`(long_prefill_token_threshold, max_num_batched_tokens)` that let a second long prompt in.
+
+    The first one takes every whole block it can, whatever the budget; only a cap of n blocks with
+    room for n + 1 leaves one to the next in line.
+    """
+    decodes = workload.decodes(blocks + 1)
+    # Two prefills share the step, so the draft slots are charged once more.
+    headroom = headroom_tokens(workload, decodes, draft_slots) + draft_slots
+    below = (blocks + 2) * block_size
+    return blocks * block_size, _round_up((blocks + 1) * block_size + headroom, below)
+
+
 def is_candidate(budget: int, block_size: int, workload: Workload, draft_slots: int) -> bool:
     """Whether a recommendation for this engine may have named `budget`.
 

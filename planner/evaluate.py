@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from chunk_planner.candidates import Workload, headroom_tokens
+from chunk_planner.candidates import Workload, headroom_tokens, second_prefill
 from chunk_planner.errors import PlannerError
 from chunk_planner.plan import ChunkPlan, plan_prefill
 from chunk_planner.rule import Rule
@@ -32,6 +32,8 @@ class Budget:
     stalled: str | None
     #: distance between cached recurrent states, the price of a larger chunk in prefix reuse
     checkpoint_spacing_tokens: int
+    #: `--long-prefill-token-threshold` and the budget that let a second long prompt in
+    second_prefill: dict[str, int]
     #: steps a lane-sized prompt waits behind one long prompt and the decodes
     short_prompt_wait_steps: int
     #: predicted time per prefill token over the best feasible budget's, minus 1
@@ -113,6 +115,7 @@ def evaluate(
             stalls_above_decodes=stalls_above,
             stalled=stalled,
             checkpoint_spacing_tokens=max(blocks, 1) * block,
+            second_prefill=_second_prefill(rule, blocks, workload),
             short_prompt_wait_steps=0 if workload.lane(block) <= lane else mixed.steps,
             mixed_step_ms=mixed_score.longest_step_ms if mixed_score else None,
             prompt_s=alone_score.prompt_s if alone_score else None,
@@ -121,6 +124,11 @@ def evaluate(
         alone_score,
         mixed_score,
     )
+
+
+def _second_prefill(rule: Rule, blocks: int, workload: Workload) -> dict[str, int]:
+    threshold, budget = second_prefill(rule.block_size, max(blocks, 1), workload, rule.draft_slots)
+    return {"long_prefill_token_threshold": threshold, "max_num_batched_tokens": budget}
 
 
 def _hang(rule: Rule) -> str | None:

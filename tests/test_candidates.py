@@ -8,8 +8,11 @@ from chunk_planner.candidates import (
     candidate_budgets,
     headroom_tokens,
     is_candidate,
+    second_prefill,
 )
 from chunk_planner.errors import PlannerError
+from chunk_planner.rule import ChunkRule
+from chunk_planner.schedule import Request, plan_schedule
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,25 @@ def test_a_smaller_kv_pool_still_recognises_what_a_larger_one_recommended():
     budget, _ = candidate_budgets(1152, 2, before, 0)
     assert budget > candidate_budgets(1152, 2, after, 0)[0]
     assert is_candidate(budget, 1152, after, 0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("slots", [0, 1])
+def test_the_cap_lets_a_second_long_prompt_in(blocks, slots):
+    workload = Workload(max_num_seqs=16)
+    threshold, budget = second_prefill(1152, blocks, workload, slots)
+    rule = ChunkRule(1152, budget, long_prefill_token_threshold=threshold, draft_slots=slots)
+    decodes = [Request(0, 1, 400) for _ in range(14)]
+    long = [Request(1, 60_000, 1), Request(1, 60_000, 1)]
+    planned = plan_schedule(rule, [*decodes, *long], max_num_seqs=16, max_steps=6)
+    for step in planned.steps[2:]:
+        assert step[14][1] == threshold
+        assert step[15][1] >= 1152
+    # and without the cap the second one waits
+    uncapped = plan_schedule(
+        ChunkRule(1152, budget, draft_slots=slots), [*decodes, *long], max_num_seqs=16, max_steps=6
+    )
+    assert all(15 not in step for step in uncapped.steps)
 
 
 @pytest.mark.parametrize("budget", [2048, 2304, 2305, 1152, 1153, 4096])

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=count, metavar="TOKENS")
     add("--lmcache", action="store_true", help="the engine runs with LMCache")
     add("--kv-transfer-config", metavar="JSON", help="as vLLM's; LMCache is recognised in it")
+    add("--table", metavar="FILE", help="tuning table (default: one measured on MODEL, if found)")
     add("--slo-itl-ms", type=float, metavar="MS", help="longest step a decode may share")
     add("--slo-ttft-s", type=float, metavar="S", help="longest prefill of the typical prompt")
     add("--usage-context", choices=USAGE_CONTEXTS, default="server")
@@ -46,14 +47,32 @@ def run(args: argparse.Namespace) -> None:
     connector = _connector(args.kv_transfer_config)
     args.lmcache = args.lmcache or "lmcache" in (connector or "").lower()
     target = _from_model(args, connector) if args.model else _from_flags(args)
+    rule, notes = target["rule"], target.get("notes", [])
+    cost, price = None, None
+    # Tables need a schema validator to load: not touched where none can apply.
+    if args.table or args.model:
+        from chunk_planner.cli.table_choice import checkpoint_us, named_table, table_for_model
+
+        if args.table:
+            choice = named_table(args.table, rule.block_size)
+        else:
+            choice = table_for_model(args.model, args.tensor_parallel_size, rule.block_size)
+        notes = [*notes, *choice.notes]
+        if choice.table is not None:
+            cost = choice.table.cost
+            if "checkpoint_bytes" in target:
+                device = choice.table.fingerprint["device_name"]
+                price = checkpoint_us(device, target["checkpoint_bytes"])
     found = recommend(
-        target["rule"],
+        rule,
         max_num_seqs=target["max_num_seqs"],
         num_speculative_tokens=target["num_speculative_tokens"],
         expected_decodes=args.expected_decodes,
         short_prompt_tokens=args.short_prompt_tokens,
         kv_cache_requests=target.get("kv_cache_requests"),
         prompt_tokens=args.prompt_tokens,
+        cost=cost,
+        checkpoint_us=price,
         constraints=Constraints(
             max_model_len=target["max_model_len"],
             kv_left=target.get("kv_left"),
@@ -62,7 +81,6 @@ def run(args: argparse.Namespace) -> None:
             slo_ttft_s=args.slo_ttft_s,
         ),
     )
-    notes = target.get("notes", [])
     if args.json:
         said = [*advice.reasons(found), *notes]
         print_json({**found.to_json(), "reasons": said})
@@ -129,6 +147,7 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
         "max_num_seqs": seqs,
         "num_speculative_tokens": k,
         "max_model_len": geometry.max_model_len,
+        "checkpoint_bytes": geometry.checkpoint_bytes,
         "notes": notes,
     }
     memory = memory_from(args, max_num_seqs=seqs)

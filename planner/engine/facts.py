@@ -5,6 +5,7 @@ Everything is read from the engine that runs; nothing is derived from flags.
 own copy and EngineCore's stays at its first value.
 """
 
+import math
 from dataclasses import dataclass
 
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -47,6 +48,20 @@ def mamba_specs(scheduler) -> list[MambaSpec]:
 def mamba_block(scheduler) -> int:
     """Tokens between two cached states."""
     return min(spec.block_size for spec in mamba_specs(scheduler))
+
+
+def checkpoint_bytes(scheduler) -> int:
+    """Bytes of one request's recurrent state over all layers, on one rank, without padding."""
+    total = 0
+    for group in scheduler.kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if isinstance(spec, MambaSpec):
+            state = sum(
+                math.prod(shape) * dtype.itemsize
+                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+            )
+            total += state * len(group.layer_names)
+    return total
 
 
 def one_block_requests(scheduler) -> int:

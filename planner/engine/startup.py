@@ -1,12 +1,18 @@
 """The start-up advice: once per engine when its scheduler is built, checked at the first step."""
 
+import logging
+
 from chunk_planner import advice
 from chunk_planner.budget import recommend
 from chunk_planner.diagnosis import Finding
 from chunk_planner.engine import facts
+from chunk_planner.engine.fingerprint import fingerprint
 from chunk_planner.engine.live_rule import LiveRule
 from chunk_planner.engine.settings import Settings
+from chunk_planner.errors import PlannerError
 from chunk_planner.recommendation import Constraints, Recommendation
+from chunk_planner.score import StepCost
+from chunk_planner.tables import Table, find
 
 
 def at_start(scheduler, logger, guarded) -> None:
@@ -23,14 +29,56 @@ def at_start(scheduler, logger, guarded) -> None:
     if silent:
         logger.debug("Chunk Planner has nothing to say: %s", silent)
         return
-    text = advice.warning(advise(scheduler, settings))
+    found = advise(scheduler, settings, logger)
+    text = advice.warning(found)
+    if text and found.checkpoint_us is not None:
+        text = f"{text} {advice.checkpoint_price(found)}"
     if text:
         logger.warning("Chunk Planner: %s", text)
     _check_at_first_step(scheduler, logger, guarded)
 
 
-def advise(scheduler, settings: Settings) -> Recommendation:
-    """The recommendation for a live scheduler, with the findings only a live engine shows."""
+def advise(scheduler, settings: Settings, logger) -> Recommendation:
+    """The recommendation for a live scheduler, with the findings only a live engine shows.
+
+    Step costs come from the table that matches this engine; where there is none, or it does not
+    reach the engine's budgets, the answer is rule-only.
+    """
+    table, checkpoint_us = _measured(scheduler, logger)
+    if table is not None:
+        try:
+            return _recommend(scheduler, settings, table.cost, checkpoint_us)
+        except PlannerError as error:
+            logger.info("Chunk Planner: %s does not price this engine: %s", table.path, error)
+    return _recommend(scheduler, settings, None, checkpoint_us)
+
+
+def _measured(scheduler, logger) -> tuple[Table | None, float | None]:
+    """The engine table that fits, and the price of a checkpoint; None each where there is none.
+
+    What fails here costs the prices, not the advice.
+    """
+    try:
+        engine = fingerprint(scheduler)
+        search = find(engine)
+        level = logging.INFO if search.table or search.refused else logging.DEBUG
+        logger.log(level, "Chunk Planner: %s", search.text)
+        kernels = find(engine, evidence="measured-kernel").table
+    except Exception as error:
+        logger.info("Chunk Planner: no measured costs: %s: %s", type(error).__name__, error)
+        return None, None
+    if kernels is None:
+        return search.table, None
+    try:
+        return search.table, kernels.checkpoint_us(facts.checkpoint_bytes(scheduler))
+    except PlannerError as error:
+        logger.info("Chunk Planner: %s", error)
+        return search.table, None
+
+
+def _recommend(
+    scheduler, settings: Settings, cost: StepCost | None, checkpoint_us: float | None
+) -> Recommendation:
     config = scheduler.vllm_config
     rule = LiveRule(scheduler)
     most = min(scheduler.max_num_running_reqs, _active(scheduler))
@@ -43,6 +91,8 @@ def advise(scheduler, settings: Settings) -> Recommendation:
         expected_decodes=None if decodes is None else min(decodes, most),
         short_prompt_tokens=settings.short_prompt_tokens,
         kv_cache_requests=facts.one_block_requests(scheduler),
+        cost=cost,
+        checkpoint_us=checkpoint_us,
         constraints=Constraints(
             max_model_len=config.model_config.max_model_len,
             lmcache=facts.uses_lmcache(scheduler),
