@@ -10,6 +10,7 @@ Needs torch, Triton and NumPy and nothing else, not even an installed checkout:
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ import _checkout
 RAW_SCHEMA = 1
 DEFAULT_LIMIT_TOKENS = 8192
 DEFAULT_TIME_LIMIT_S = 330
+WHOLE_STEPS_S = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="start no measurement after this (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the raw JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("sweep-out"), help="folder for the raw JSON and tables"
+    )
+    parser.add_argument(
+        "--engine-args",
+        type=json.loads,
+        metavar="JSON",
+        help="where vLLM is installed, time whole steps too, with these engine arguments"
+        " (default: for a --model folder with weights, with vLLM's own defaults)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,7 +112,46 @@ def run(args: argparse.Namespace) -> int:
         report.stop("Ctrl-C")
     finally:
         report.summary()
+    return whole_steps(args, deadline) if report.raw["stopped"] is None else 0
+
+
+def whole_steps(args: argparse.Namespace, deadline: float) -> int:
+    """Where vLLM is installed, its own steps: the table that can choose a budget.
+
+    They get the time left, but no less than a round of them takes.
+
+    Returns 1 if an engine did not start; the kernels' rows are on disk by then.
+    """
+    models = [m for m in args.model or () if args.engine_args is not None or _has_weights(m)]
+    if not models or importlib.util.find_spec("vllm") is None:
+        return 0
+    from chunk_planner.engine.calibrate import calibrate
+    from chunk_planner.errors import PlannerError
+
+    for model in models:
+        engine_args = {
+            "model": model,
+            "tensor_parallel_size": args.tensor_parallel_size,
+            "kv_cache_dtype": args.kv_cache_dtype,
+            "mamba_ssm_cache_dtype": args.mamba_ssm_cache_dtype,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "enable_prefix_caching": True,
+            **(args.engine_args or {}),
+        }
+        log = args.out / f"engine-{Path(model).name}.log"
+        print(f"{model}: whole steps of vLLM, its output in {log}", flush=True)
+        try:
+            left = max(WHOLE_STEPS_S, deadline - time.monotonic())
+            table = calibrate(engine_args, log, time_limit_s=left, command=_command())
+            print(table.write(args.out))
+        except PlannerError as error:
+            print(f"chunk_sweep: {model}: {error}", file=sys.stderr)
+            return 1
     return 0
+
+
+def _has_weights(model: str) -> bool:
+    return any(Path(model).glob("*.safetensors"))
 
 
 class Report:
