@@ -160,8 +160,9 @@ class _Prompt:
         """The steps from `start` on; none if it gets nothing there."""
         rule, block = self.rule, self.rule.block_size
         stretch = _Stretch()
-        reach = rule.regular_until(start, self.length, None, self.junction)
-        reach = min(reach, self.length - rule.prefill_lookahead_tokens)
+        reach = self.length - max(1, rule.prefill_lookahead_tokens)
+        if start + self.room <= reach:
+            reach = min(reach, rule.regular_until(start, self.length, None, self.junction))
         first = start
         while True:
             got = self._step(start, stretch)
