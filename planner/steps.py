@@ -49,7 +49,32 @@ class _Held(NamedTuple):
     wanted: int
     split: int
     got: int
-    without: IdleReason
+    #: the reason where the split gave nothing
+    empty: IdleReason
+
+
+class _Step:
+    """A step in the making: what is left of the budgets, who got what, who was held back."""
+
+    __slots__ = ("held", "inputs", "slots", "taken", "threshold", "tokens")
+
+    def __init__(self, rule: Rule, num_requests: int) -> None:
+        self.tokens = rule.scheduled_budget
+        self.inputs = rule.max_num_batched_tokens
+        self.slots = rule.draft_slots
+        self.threshold = rule.threshold(num_requests)
+        self.taken: list[_Taken] = []
+        self.held: list[_Held] = []
+
+    @property
+    def offered(self) -> int:
+        """What both budgets offer the next request, 0 where one is spent."""
+        return max(0, min(self.tokens, self.inputs - self.slots))
+
+    def take(self, seq: Sequence, offered: int, got: int, moves: int) -> None:
+        self.taken.append(_Taken(seq, seq.computed, offered, got, moves))
+        self.tokens -= got
+        self.inputs -= got + self.slots
 
 
 class Stepper:
@@ -70,94 +95,88 @@ class Stepper:
 
     def step(self) -> int:
         """Schedule one step and account for what it leaves; returns the tokens scheduled."""
-        rule, slots = self.rule, self.rule.draft_slots
-        tokens, inputs = rule.scheduled_budget, rule.max_num_batched_tokens
-        threshold = rule.threshold(len(self.running) + len(self.waiting))
-        self._taken = taken = []
-        held: list[_Held] = []
-        starved = 0
+        seated = len(self.running)
+        step = _Step(self.rule, seated + len(self.waiting))
+        prefills = self._serve_running(step)
+        skipped, stop = self._admit_waiting(step, prefills)
+        self.blocked = len(self.waiting) if stop == "head_of_line" else 0
+        self._account(step, stop)
+        self.waiting.extendleft(reversed(skipped))
+        self._taken = step.taken
+        self._steady = len(self.running) == seated
+        return self.rule.scheduled_budget - step.tokens
+
+    def _serve_running(self, step: _Step) -> bool:
+        """The running requests, in the order of admission; says whether a prefill got tokens."""
         prefills = False
+        self.starved = 0
         for seq in self.running:
-            if tokens <= 0 or inputs <= slots:
+            if not (offered := step.offered):
                 break
-            start = seq.computed
-            offered = min(tokens, inputs - slots)
-            missing = seq.total + seq.drafts - start
-            wanted = min(missing, offered, threshold or offered)
-            if start >= seq.prompt:
-                got = wanted
-                moves = 1 + min(got - 1, self.accepted)
-            else:
-                split, got = self._cut(seq, wanted)
-                moves = got
-                if got < missing:
-                    held.append(_Held(seq, missing, offered, wanted, split, got, "starved"))
-                if not got:
-                    starved += 1
-                    continue
+            missing = seq.total + seq.drafts - seq.computed
+            wanted = min(missing, offered, step.threshold or offered)
+            if seq.computed >= seq.prompt:
+                step.take(seq, offered, wanted, 1 + min(wanted - 1, self.accepted))
+                continue
+            split, got = self._cut(seq, wanted)
+            if got < missing:
+                step.held.append(_Held(seq, missing, offered, wanted, split, got, "starved"))
+            if got:
+                step.take(seq, offered, got, got)
                 prefills = True
-            taken.append(_Taken(seq, start, offered, got, moves))
-            tokens -= got
-            inputs -= got + slots
-        seated, ran = len(self.running), bool(taken)
-        stop: IdleReason | None = None
-        waiting, skipped = self.waiting, []
-        while waiting and tokens > 0 and inputs > slots:
+            else:
+                self.starved += 1
+        return prefills
+
+    def _admit_waiting(
+        self, step: _Step, prefills: bool
+    ) -> tuple[list[Sequence], IdleReason | None]:
+        """Admit from the waiting queue; returns who stepped aside, and what stopped the queue."""
+        ran, skipped = bool(step.taken), []
+        while self.waiting and (offered := step.offered):
             if len(self.running) >= self.most_running:
-                stop = "seq_limit"
-                break
-            seq, start = waiting[0], waiting[0].computed
-            offered = min(tokens, inputs - slots)
-            missing = wanted = seq.total - start
-            # With one token to compute it joins the decodes, in their width.
-            padded = self.drafts > 0 and missing == 1 and not prefills and (ran or start > 0)
-            stop = "head_of_line"
+                return skipped, "seq_limit"
+            seq = self.waiting[0]
+            missing = wanted = seq.total - seq.computed
+            # A request with one token to compute joins the decodes, in their width.
+            padded = self.drafts > 0 and missing == 1 and not prefills and (ran or seq.computed > 0)
             if padded:
                 wanted = 1 + self.drafts
                 if wanted > offered:
-                    break
-            wanted = min(wanted, offered, threshold or offered)
+                    return skipped, "head_of_line"
+            wanted = min(wanted, offered, step.threshold or offered)
             split, got = self._cut(seq, wanted)
             if padded and 0 < split <= self.drafts:
                 got = 1
             if got < missing:
-                held.append(_Held(seq, missing, offered, wanted, split, got, "head_of_line"))
-                if not split or not (got or rule.release.reserve_skips_waiting):
-                    break
-            stop = None
-            waiting.popleft()
+                step.held.append(_Held(seq, missing, offered, wanted, split, got, "head_of_line"))
+                if not split or not (got or self.rule.release.reserve_skips_waiting):
+                    return skipped, "head_of_line"
+            self.waiting.popleft()
             if got:
                 self.running.append(seq)
-                # Padding is never accepted.
-                taken.append(_Taken(seq, start, offered, got, min(got, missing)))
-                tokens -= got
-                inputs -= got + slots
+                # What pads it is never accepted.
+                step.take(seq, offered, got, min(got, missing))
             else:
                 skipped.append(seq)
-        self.starved = starved
-        self.blocked = len(waiting) if stop == "head_of_line" else 0
-        self._account(held, stop, threshold, max(0, min(tokens, inputs - slots)))
-        waiting.extendleft(reversed(skipped))
-        self._steady = len(self.running) == seated
-        return rule.scheduled_budget - tokens
+        return skipped, None
 
     def _cut(self, seq: Sequence, wanted: int) -> tuple[int, int]:
         """What the split makes of `wanted`, and what the lookahead reserve makes of that."""
         split = self.rule.split(seq.computed, wanted, seq.prompt, seq.total, seq.junction)
         return split, self.rule.reserve(seq.total - seq.computed, split)
 
-    def _account(
-        self, held: list[_Held], stop: IdleReason | None, threshold: int, left: int
-    ) -> None:
+    def _account(self, step: _Step, stop: IdleReason | None) -> None:
         """Charge what is left to those it could have served, in scheduler order."""
+        left, threshold = step.offered, step.threshold
         self.idle = idle = {}
-        for seq, missing, offered, wanted, split, got, without in held:
+        for seq, missing, offered, wanted, split, got, empty in step.held:
             if not left:
                 break
             if threshold and threshold < min(missing, offered):
                 reason: IdleReason = "threshold"
             elif not split:
-                reason = without
+                reason = empty
             else:
                 reason = cut_reason(
                     self.rule, seq.computed, wanted, split, got, seq.prompt, seq.junction
@@ -166,7 +185,8 @@ class Stepper:
             idle[reason] = idle.get(reason, 0) + charge
             left -= charge
         if stop:
-            tried = held[-1].seq if held else None
+            # Who stopped the queue has been charged, unless it was not even tried.
+            tried = step.held[-1].seq if step.held else None
             for seq in self.waiting:
                 if not left:
                     break
