@@ -1,5 +1,7 @@
 """Published block sizes, the shipped model facts, and refusals."""
 
+import contextlib
+import copy
 import csv
 import json
 import re
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from chunk_planner.errors import PlannerError
-from chunk_planner.geometry import EngineSettings, resolve
-from chunk_planner.models.config import known_models
+from chunk_planner.geometry import EngineSettings, MemorySettings, kv_left, resolve
+from chunk_planner.models.config import known_models, load_config
 
 DATA = Path(__file__).parent / "data"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "fp8"}
@@ -65,16 +67,20 @@ def model_of(name: str):
     return model_of(next(r["model"] for r in published() if r["model"].startswith(plain + " [")))
 
 
-def published():
-    with (DATA / "block_sizes.tsv").open(encoding="utf-8") as file:
+def published(name="block_sizes.tsv"):
+    with (DATA / name).open(encoding="utf-8") as file:
         rows = csv.DictReader((line for line in file if not line.startswith("#")), delimiter="\t")
         return list(rows)
+
+
+def everything_published():
+    return published() + published("block_sizes_more.tsv")
 
 
 def settings_of(row, **more):
     return EngineSettings(
         tensor_parallel_size=int(row["tp"]),
-        kv_cache_dtype=DTYPES[row["kv_dtype"]],
+        kv_cache_dtype=DTYPES.get(row["kv_dtype"], row["kv_dtype"]),
         mamba_ssm_cache_dtype=DTYPES[row["ssm"]],
         num_speculative_tokens=int(row["k"]),
         **more,
@@ -82,12 +88,10 @@ def settings_of(row, **more):
 
 
 @pytest.mark.parametrize("version", ["0.30", "0.31", "0.32", "0.33"])
-@pytest.mark.parametrize("row", published(), ids=lambda row: f"{row['model'][:24]}-{row['block']}")
+@pytest.mark.parametrize(
+    "row", everything_published(), ids=lambda row: f"{row['model'][:24]}-{row['block']}"
+)
 def test_published_block_sizes(row, version):
-    kda = "KDA" in row["model"] or row["model"].startswith("GLM")
-    if kda and version < "0.32":
-        # Up to 0.31 the flag had no say in KDA's recurrent state, float32 is what it is.
-        row = {**row, "ssm": "fp32"}
     found = resolve(
         model_of(row["model"]), settings_of(row, vllm_version=version, gdn_prefill_backend="triton")
     )
@@ -99,6 +103,7 @@ def test_published_block_sizes(row, version):
 
 def test_every_row_is_a_case():
     assert len(published()) == 19
+    assert len(everything_published()) == 40
 
 
 @pytest.mark.parametrize("name", sorted(known_models()))
@@ -208,6 +213,37 @@ def test_refusals(config, flags, message):
 def test_settings_name_the_field(field, value):
     with pytest.raises(PlannerError, match=f"{field} = {value!r}"):
         EngineSettings(**{field: value})
+
+
+@pytest.mark.parametrize("name", sorted(known_models()))
+def test_damaged_fields_are_refused_or_read(name):
+    """No field of a config, whatever is in it, gets further than a sentence about it."""
+
+    def paths(part, prefix=()):
+        for key, value in part.items():
+            yield (*prefix, key)
+            if isinstance(value, dict):
+                yield from paths(value, (*prefix, key))
+
+    root = load_config(name).root
+    for path in paths(root):
+        for damage in (None, "x", -1, 0, 1.5, [], {}, float("inf"), True, ["x"], 10**30):
+            config = copy.deepcopy(root)
+            part = config
+            for key in path[:-1]:
+                part = part[key]
+            part[path[-1]] = damage
+            with contextlib.suppress(PlannerError):
+                kv_left(resolve(config), MemorySettings(80 * 2**30), 8192)
+
+
+def test_older_builds_counted_the_whole_mla_record():
+    """A start-up log of a build before 0.30 has 1664 tokens and 0.57 % for this."""
+    flags = {"tensor_parallel_size": 4, "kv_cache_dtype": "fp8_ds_mla"}
+    found = resolve("GLM-5.3-Flash", EngineSettings(vllm_version="0.31", **flags))
+    assert found.block_size == 2176
+    assert found.kv_bytes_per_token == 11 * 656
+    assert any("1664 tokens and 0.57 % padding" in note for note in found.notes)
 
 
 def test_unreadable_models(tmp_path):

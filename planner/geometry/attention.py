@@ -4,8 +4,9 @@ Follows `FullAttentionSpec` / `MLAAttentionSpec` (vllm/v1/kv_cache_interface.py)
 `customize_spec`, and `resolve_kv_cache_dtype_string` (vllm/utils/torch_utils.py).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
+from typing import Any
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.geometry.settings import DTYPE_BYTES, EngineSettings
@@ -132,13 +133,18 @@ def _resolve_dtype(
     return asked, tuple(notes)
 
 
+def quantization(config: ModelConfig) -> dict[str, Any]:
+    """The checkpoint's `quantization_config`; empty where it has none."""
+    return replace(config, text=config.root).mapping("quantization_config")
+
+
 def _checkpoint_dtype(config: ModelConfig) -> str:
     """What `quantization_config` says about the KV cache, as vLLM reads it; else "auto"."""
-    quant = config.root.get("quantization_config") or {}
+    quant = quantization(config)
     method = str(quant.get("quant_method", "")).lower().replace("_", "-")
     inner = quant.get("quantization") if isinstance(quant.get("quantization"), dict) else quant
-    producer = quant.get("producer") or {}
-    if not method and producer.get("name") == "modelopt":
+    producer = quant.get("producer")
+    if not method and isinstance(producer, dict) and producer.get("name") == "modelopt":
         method = "modelopt"
     if method.startswith("modelopt"):
         scheme = (
@@ -154,7 +160,7 @@ def _checkpoint_dtype(config: ModelConfig) -> str:
             return "nvfp4" if bits == 4 and kind == "float" else "auto"
         return {"fp8": "fp8_e4m3", "nvfp4": "nvfp4"}.get(str(scheme).lower(), "auto")
     if not quant:
-        quant = config.get("quantization_config", {})
+        quant = config.mapping("quantization_config")
         method = str(quant.get("quant_method", "")).lower().replace("_", "-")
     if method == "compressed-tensors" and quant.get("kv_cache_scheme") and not is_mla(config):
         return "fp8"
@@ -194,10 +200,6 @@ def _mla(
         page = (head // 2 if dtype.startswith("int4") else head) + 8
     elif dtype in _DS_MLA:
         page = _DS_MLA[dtype]
-        notes += (
-            f"a token takes {page} B in the {dtype} format, but vLLM 0.30 to 0.33 size the block "
-            f"by the {sizing} B of the latent; builds before 0.30 sized it by {page} B",
-        )
     return Attention(dtype, True, head, 1, sizing, page, words, notes)
 
 
@@ -209,8 +211,7 @@ def _gqa(
     tp = settings.tensor_parallel_size
     total_heads = config.integer("num_attention_heads")
     split(config, "num_attention_heads", total_heads, tp)
-    names = ("n_head_kv", "num_kv_heads", "num_key_value_heads")
-    kv_total = next((config.integer(n) for n in names if config.get(n) is not None), total_heads)
+    kv_total = config.first("n_head_kv", "num_kv_heads", "num_key_value_heads", default=total_heads)
     if max(kv_total, tp) % min(kv_total, tp):
         raise PlannerError(
             f"tensor_parallel_size = {tp} and the {kv_total} KV heads of {config.name} do not "
@@ -261,4 +262,7 @@ def head_size(config: ModelConfig) -> int:
         found = config.integer(name, 0, minimum=0)
         if found:
             return found
-    return config.integer("hidden_size") // config.integer("num_attention_heads")
+    size = config.integer("hidden_size") // config.integer("num_attention_heads")
+    if not size:
+        raise config.error("hidden_size", "is smaller than num_attention_heads")
+    return size

@@ -134,7 +134,7 @@ def find_family(config: ModelConfig) -> Family:
             "align with the state"
         )
     types = config.get("layer_types", config.get("layers_block_type", ()))
-    linear = any(kind in layers.STATE_TYPES for kind in types) if types else False
+    linear = isinstance(types, list) and any(str(kind) in layers.STATE_TYPES for kind in types)
     if linear or any(config.get(name) is not None for name in _STATE_FIELDS):
         raise PlannerError(
             f"{config.name}: architecture {name!r} has recurrent state but is not one this "

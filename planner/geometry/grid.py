@@ -214,7 +214,7 @@ def prefill_checkpoint(
         return _gdn_checkpoint(config, settings)
     exporting = ("KimiLinear", "KimiK3") if release < (0, 32) else ("KimiLinear", "KimiK3", "Glm5")
     if family.name == "KDA" and config.architecture.startswith(exporting):
-        linear = config.get("linear_attn_config", {})
+        linear = config.mapping("linear_attn_config")
         bounded = linear.get("gate_lower_bound", config.get("linear_lower_bound")) is not None
         head = linear.get("head_dim", config.get("linear_head_dim"))
         supported = (

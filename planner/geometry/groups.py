@@ -83,8 +83,12 @@ def mtp_layers(geometry: Geometry) -> int:
     if not geometry.num_speculative_tokens or method not in (None, "mtp"):
         return 0
     config = geometry.config
-    pattern = config.get("mtp_hybrid_override_pattern")
-    layers = config.integer("mtp_num_hidden_layers", 0, minimum=0) or config.integer(
-        "num_nextn_predict_layers", 0, minimum=0
+    pattern = config.text_of("mtp_hybrid_override_pattern")
+    # Qwen3-Next names no count for the one it has.
+    layers = config.first(
+        "mtp_num_hidden_layers",
+        "num_nextn_predict_layers",
+        default=int(method == "mtp"),
+        minimum=0,
     )
     return layers * pattern.count("*") if pattern else layers

@@ -1,6 +1,5 @@
 """Which layers hold a recurrent state and which hold attention, by each family's own field."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunk_planner.models.config import ModelConfig
@@ -27,12 +26,10 @@ class Layers:
 def from_types(config: ModelConfig, *names: str) -> Layers | None:
     """Count the first of the list fields `names` that is there; None if none is."""
     for name in names:
-        types = config.get(name)
+        types = config.sequence(name, str)
         if types is None:
             continue
-        if not isinstance(types, list) or not types:
-            raise config.error(name, "must be a list with one entry per layer")
-        unknown = set(map(str, types)) - _ATTENTION - STATE_TYPES - _NEITHER
+        unknown = set(types) - _ATTENTION - STATE_TYPES - _NEITHER
         if unknown:
             raise config.error(name, f"has unknown layer types: {', '.join(sorted(unknown))}")
         _check_length(config, name, len(types))
@@ -66,8 +63,8 @@ def _every(total: int, interval: int) -> Layers:
 
 def kimi(config: ModelConfig) -> Layers:
     """`linear_attn_config.kda_layers` and `full_attn_layers`, else `layer_types`."""
-    linear = config.get("linear_attn_config", {})
-    kda, full = linear.get("kda_layers"), linear.get("full_attn_layers")
+    linear = config.part("linear_attn_config")
+    kda, full = linear.sequence("kda_layers", int), linear.sequence("full_attn_layers", int)
     if kda is None or full is None:
         counted = from_types(config, "layer_types")
         if counted is None:
@@ -82,7 +79,7 @@ def kimi(config: ModelConfig) -> Layers:
 def bailing_grouped(config: ModelConfig) -> Layers:
     """Every `layer_group_size`-th layer is attention, and so is what is left after the last."""
     total, group = config.integer("num_hidden_layers"), config.integer("layer_group_size")
-    attention = sum((i + 1) % group == 0 or i >= total // group * group for i in range(total))
+    attention = total // group + total % group
     return Layers(total - attention, attention)
 
 
@@ -93,7 +90,7 @@ def bailing_linear(config: ModelConfig) -> Layers:
 
 def nemotron_h(config: ModelConfig) -> Layers:
     """`hybrid_override_pattern`: M is Mamba2, * attention, - MLP, E experts."""
-    pattern = config.get("hybrid_override_pattern")
+    pattern = config.text_of("hybrid_override_pattern")
     if pattern is None:
         counted = from_types(config, "layers_block_type", "layer_types")
         if counted is None:
@@ -128,8 +125,8 @@ def lfm2(config: ModelConfig) -> Layers:
 
 def _indices(config: ModelConfig, name: str) -> Layers:
     total = config.integer("num_hidden_layers")
-    indices = config.get(name)
-    if not isinstance(indices, list):
+    indices = config.sequence(name, int)
+    if indices is None:
         raise config.error(name, "must list the attention layers")
     if any(not 0 <= i < total for i in indices):
         raise config.error(name, f"= {indices} has a layer outside 0..{total - 1}")
@@ -145,11 +142,11 @@ def falcon_h1(config: ModelConfig) -> Layers:
 
 def zamba2(config: ModelConfig) -> Layers:
     """Every layer has a Mamba2 mixer; `hybrid` layers add the shared attention block."""
-    types = config.get("layers_block_type")
+    types = config.sequence("layers_block_type", str)
     if types is None:
         total = config.integer("num_hidden_layers")
-        hybrid = config.get("hybrid_layer_ids")
-        if not isinstance(hybrid, list):
+        hybrid = config.sequence("hybrid_layer_ids", int)
+        if hybrid is None:
             raise config.error("layers_block_type", "is missing; this model family needs it")
         return Layers(total, len(hybrid))
     _check_length(config, "layers_block_type", len(types))
@@ -165,13 +162,13 @@ def jamba(config: ModelConfig) -> Layers:
     offset = config.integer("attn_layer_offset", minimum=0)
     if offset >= period:
         raise config.error("attn_layer_offset", f"= {offset} must be below the period {period}")
-    attention = sum(i % period == offset for i in range(total))
+    attention = (total - offset + period - 1) // period
     return Layers(total - attention, attention)
 
 
 def minimax(config: ModelConfig) -> Layers:
     """`attn_type_list`: 1 is softmax attention, 0 lightning attention; else `layer_types`."""
-    types: Sequence[int] | None = config.get("attn_type_list")
+    types = config.sequence("attn_type_list", int)
     if types is None:
         counted = from_types(config, "layer_types")
         if counted is None:

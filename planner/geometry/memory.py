@@ -109,11 +109,11 @@ def activation_bytes_per_token(geometry: Geometry) -> tuple[int, str]:
     size = DTYPE_BYTES[model_dtype(config, geometry.settings)]
     hidden = config.integer("hidden_size")
     # Hyper-connections keep several residual streams.
-    streams = config.integer("hc_mult", config.get("hc_count") or 1)
+    streams = config.first("hc_mult", "hc_count", default=1)
     inner = config.integer("intermediate_size", 0, minimum=0)
     widest, words = 3 * inner / tp, f"3*{inner}/{tp}"
-    top = config.get("num_experts_per_tok", config.get("num_experts_per_token"))
-    moe = config.get("moe_intermediate_size")
+    top = config.first("num_experts_per_tok", "num_experts_per_token", default=0, minimum=0)
+    moe = config.integer("moe_intermediate_size", 0, minimum=0)
     if top and moe:
         routed = top * (3 * moe / tp + hidden)
         if routed > widest:
@@ -192,6 +192,8 @@ def blocks_per_request(geometry: Geometry, groups: Groups, length: int) -> tuple
     per_block = geometry.block_size * geometry.settings.decode_context_parallel_size
     states = groups.state * geometry.state_blocks_per_request + groups.fixed
     lookahead = geometry.num_speculative_tokens
+    if geometry.settings.speculative_method == "dflash":
+        lookahead += 1  # its block of drafts starts with the sampled token
     logged = groups.attention * ceil(length / per_block) + states
     needed = groups.attention * ceil((length + lookahead) / per_block) + states + groups.count
     return logged, needed

@@ -123,6 +123,8 @@ def resolve(
         block = _cover_skipped_layers(block, page, state.bytes, cache, grid)
         page = block * cache.page_bytes
     notes = (*_release_notes(config, settings, family), *dtype_notes, *cache.notes)
+    if cache.is_mla and cache.page_bytes != cache.sizing_bytes:
+        notes += (_record_note(cache, grid, state.bytes),)
     return Geometry(
         model=config.name,
         family=family.name,
@@ -152,6 +154,17 @@ def resolve(
         attention=cache,
         state=state,
         grid=grid,
+    )
+
+
+def _record_note(cache: Attention, grid: grids.Grid, state: int) -> str:
+    """MLA records that carry more than the latent: start-up logs of older builds differ."""
+    tokens = grid.step * -(-state // (grid.step * cache.page_bytes))
+    padding = 100 * (tokens * cache.page_bytes - state) / state
+    return (
+        f"a token takes {cache.page_bytes} B as {cache.kv_cache_dtype}, but vLLM 0.30 to 0.33 size "
+        f"the block by the {cache.sizing_bytes} B of its latent; builds before 0.30 counted the "
+        f"whole record, {tokens} tokens and {padding:.2f} % padding here"
     )
 
 

@@ -6,7 +6,7 @@ Shapes and dtypes follow `MambaStateShapeCalculator` and `MambaStateDtypeCalcula
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from chunk_planner.errors import PlannerError
@@ -59,11 +59,6 @@ def split(config: ModelConfig, what: str, value: int, tp: int) -> int:
     return value // tp
 
 
-def _either(config: ModelConfig, name: str, other: str) -> int:
-    """Field `name`, or `other`, as a relative's files call it."""
-    return config.integer(other if config.get(name) is None and config.get(other) else name)
-
-
 def gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
     """Gated DeltaNet: channels of q, k and v in the window; one matrix per value head."""
     tp, k = settings.tensor_parallel_size, settings.num_speculative_tokens
@@ -94,16 +89,22 @@ def gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> S
 
 def olmo_gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
     """Olmo-Hybrid's GDN. Absent fields follow transformers' `OlmoHybridConfig`."""
-    text = dict(config.text)
     heads = config.integer("num_attention_heads")
-    key_heads = text.setdefault("linear_num_key_heads", heads)
-    text.setdefault("linear_num_value_heads", heads)
-    text.setdefault(
-        "linear_key_head_dim", int(0.75 * config.integer("hidden_size") / (key_heads or heads))
+    key_heads = config.integer("linear_num_key_heads", heads)
+    key_dim = config.integer(
+        "linear_key_head_dim", int(0.75 * config.integer("hidden_size", heads) / key_heads)
     )
-    text.setdefault("linear_value_head_dim", 2 * text["linear_key_head_dim"])
-    text.setdefault("linear_conv_kernel_dim", 4)
-    filled = ModelConfig(config.name, config.source, config.root, text, config.folder)
+    filled = replace(
+        config,
+        text={
+            **config.text,
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": config.integer("linear_num_value_heads", heads),
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": config.integer("linear_value_head_dim", 2 * key_dim),
+            "linear_conv_kernel_dim": config.integer("linear_conv_kernel_dim", 4),
+        },
+    )
     return gdn(filled, settings, dtypes)
 
 
@@ -135,21 +136,13 @@ def kda(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> S
 
     `linear_attn_config` holds the sizes; transformers-native files carry them as `linear_*`.
     """
-    linear = config.get("linear_attn_config", {})
-    sizes = ModelConfig(
-        config.name,
-        config.source,
-        config.root,
-        {
-            "linear_num_heads": linear.get("num_heads", config.get("linear_num_heads")),
-            "linear_head_dim": linear.get("head_dim", config.get("linear_head_dim")),
-            "linear_conv_kernel_dim": linear.get(
-                "short_conv_kernel_size", config.get("linear_conv_kernel_dim")
-            ),
-        },
-    )
-    names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-    return _kda(config, settings, dtypes, *(sizes.integer(name) for name in names))
+    nested = config.mapping("linear_attn_config")
+    if not nested:
+        names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+        return _kda(config, settings, dtypes, *(config.integer(name) for name in names))
+    linear = config.part("linear_attn_config")
+    names = ("num_heads", "head_dim", "short_conv_kernel_size")
+    return _kda(config, settings, dtypes, *(linear.integer(name) for name in names))
 
 
 def bailing_kda(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
@@ -203,11 +196,11 @@ def nemotron_h(config: ModelConfig, settings: EngineSettings, dtypes: StateDtype
         settings,
         dtypes,
         inner=heads * head_dim,
-        groups=_either(config, "n_groups", "mamba_n_groups"),
+        groups=config.first("n_groups", "mamba_n_groups"),
         heads=heads,
         head_dim=head_dim,
         state=config.integer("ssm_state_size"),
-        kernel=_either(config, "conv_kernel", "mamba_d_conv"),
+        kernel=config.first("conv_kernel", "mamba_d_conv"),
         drafted=settings.num_speculative_tokens,
     )
 
@@ -215,12 +208,14 @@ def nemotron_h(config: ModelConfig, settings: EngineSettings, dtypes: StateDtype
 def mamba2(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:
     """Mamba2 of Granite-4 hybrid, Bamba and Falcon-H1 (`mamba_*`) and Zamba2."""
     hidden = config.integer("hidden_size")
-    inner = config.integer("mamba_d_ssm", 0) or int(config.get("mamba_expand", 2) * hidden)
-    heads = _either(config, "mamba_n_heads", "n_mamba_heads")
-    head_dim = config.get("mamba_d_head", config.get("mamba_headdim", "auto"))
-    if head_dim == "auto":
+    inner = config.integer("mamba_d_ssm", 0) or config.integer("mamba_expand", 2) * hidden
+    heads = config.first("mamba_n_heads", "n_mamba_heads")
+    if config.get("mamba_d_head") == "auto":
         head_dim = split_heads(config, inner, heads)
-    elif heads * head_dim != inner:
+    else:
+        head_dim = config.first("mamba_d_head", "mamba_headdim", default=None)
+        head_dim = head_dim or split_heads(config, inner, heads)
+    if heads * head_dim != inner:
         raise config.error(
             "mamba_d_head", f"= {head_dim} times {heads} heads is not the inner size {inner}"
         )
@@ -231,7 +226,7 @@ def mamba2(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -
         settings,
         dtypes,
         inner=inner,
-        groups=_either(config, "mamba_n_groups", "mamba_ngroups"),
+        groups=config.first("mamba_n_groups", "mamba_ngroups"),
         heads=heads,
         head_dim=head_dim,
         state=config.integer("mamba_d_state"),
@@ -279,6 +274,8 @@ def linear(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -
     """Lightning and linear attention (MiniMax-Text-01, Bailing / Ring linear): no window."""
     tp, heads = settings.tensor_parallel_size, config.integer("num_attention_heads")
     dim = config.integer("head_dim", 0) or config.integer("hidden_size") // heads
+    if not dim:
+        raise config.error("hidden_size", "is smaller than num_attention_heads")
     return State(
         recurrent=Part(
             (split(config, "num_attention_heads", heads, tp), dim, dim),

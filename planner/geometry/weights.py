@@ -4,7 +4,13 @@ import json
 from dataclasses import dataclass
 
 from chunk_planner.errors import PlannerError
-from chunk_planner.geometry.attention import DTYPE_BYTES, head_size, is_mla, model_dtype
+from chunk_planner.geometry.attention import (
+    DTYPE_BYTES,
+    head_size,
+    is_mla,
+    model_dtype,
+    quantization,
+)
 from chunk_planner.geometry.resolve import Geometry
 from chunk_planner.geometry.states import Part
 from chunk_planner.models.config import ModelConfig
@@ -72,7 +78,7 @@ def _counted_bytes(geometry: Geometry) -> float:
 
 
 def _weight_bytes(config: ModelConfig, plain: int) -> float:
-    quant = config.root.get("quantization_config") or config.get("quantization_config") or {}
+    quant = quantization(config) or config.mapping("quantization_config")
     text = json.dumps(quant).lower()
     if not quant:
         return plain
@@ -124,30 +130,20 @@ def _values(recurrent: Part) -> int:
 def _feed_forward(config: ModelConfig) -> int:
     hidden = config.integer("hidden_size")
     layers = config.integer("num_hidden_layers")
-    experts = next(
-        (
-            config.integer(n)
-            for n in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-            if config.get(n)
-        ),
-        0,
-    )
-    pattern = config.get("hybrid_override_pattern")
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    experts = config.first(*names, default=0, minimum=0)
+    pattern = config.text_of("hybrid_override_pattern")
     matrices = 2 if config.get("mlp_hidden_act") == "relu2" else 3
     if not experts:
         dense = pattern.count("-") if pattern else layers
         return dense * matrices * hidden * config.integer("intermediate_size")
-    inner = config.integer("moe_intermediate_size", config.get("intermediate_size"))
-    width = config.integer("moe_latent_size", config.get("routed_expert_hidden_size") or hidden)
-    shared = config.integer(
-        "shared_expert_intermediate_size",
-        config.get(
-            "moe_shared_expert_intermediate_size",
-            (config.get("n_shared_experts") or config.get("num_shared_experts") or 0) * inner,
-        ),
-        minimum=0,
-    )
-    one = matrices * (experts * width * inner + hidden * (shared or 0))
-    sparse = pattern.count("E") if pattern else layers - (config.get("first_k_dense_replace") or 0)
+    inner = config.first("moe_intermediate_size", "intermediate_size")
+    width = config.first("moe_latent_size", "routed_expert_hidden_size", default=hidden)
+    copies = config.first("n_shared_experts", "num_shared_experts", default=0, minimum=0)
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared = config.first(*names, default=copies * inner, minimum=0)
+    one = matrices * (experts * width * inner + hidden * shared)
+    first_dense = config.integer("first_k_dense_replace", 0, minimum=0)
+    sparse = pattern.count("E") if pattern else layers - first_dense
     dense = 0 if pattern else layers - sparse
     return sparse * one + dense * matrices * hidden * config.integer("intermediate_size", inner)

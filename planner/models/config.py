@@ -54,11 +54,47 @@ class ModelConfig:
             return default
         if value == default and value is not False:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole:
             raise self.error(name, f"= {value!r} is not a whole number")
         if value < minimum:
             raise self.error(name, f"= {value!r} must be at least {minimum}")
         return int(value)
+
+    def first(self, *names: str, default: Any = _REQUIRED, minimum: int = 1) -> int:
+        """The first of several names for a whole number that is there."""
+        for name in names:
+            if self.get(name) is not None:
+                return self.integer(name, minimum=minimum)
+        return self.integer(names[0], default)
+
+    def sequence(self, name: str, kind: type) -> list[Any] | None:
+        """A list of `kind`; None where absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(one) is kind for one in value):
+            raise self.error(name, f"must be a list of {kind.__name__}")
+        return value
+
+    def text_of(self, name: str) -> str | None:
+        """A string; None where absent."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(name, f"= {value!r} is not a string")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object within the language model's config; empty where absent."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, f"= {value!r} is not an object")
+        return value
+
+    def part(self, name: str) -> "ModelConfig":
+        """The object `name` as a config of its own, for its fields' checks."""
+        source = f"{self.source}: {name}"
+        return ModelConfig(self.name, source, self.root, self.mapping(name), self.folder)
 
     def error(self, name: str, problem: str) -> PlannerError:
         return PlannerError(f"{self.source}: field {name!r} {problem}")
