@@ -73,6 +73,12 @@ class Schedule:
     truncated: bool = False
 
     @property
+    def starved_steps(self) -> int:
+        """Steps in which a prefill was tried, running or waiting, and got nothing."""
+        tried = zip(self.blocked_requests, self.starved_requests, strict=True)
+        return sum(1 for blocked, starved in tried if blocked or starved)
+
+    @property
     def stalled(self) -> str | None:
         """Why no later step can make progress, None unless requests are left that never finish."""
         return self.stall.text if self.stall else None

@@ -67,7 +67,7 @@ def test_a_budget_of_one_block_waits_for_the_decode_to_end() -> None:
     check_accounts(rule, schedule)
     assert schedule.stalled is None
     assert not schedule.truncated
-    assert sum(schedule.blocked_requests) == 50
+    assert schedule.starved_steps == sum(schedule.blocked_requests) == 50
     assert schedule.idle_tokens[1] == {"head_of_line": BLOCK - 1}
     assert schedule.steps[50] == {1: (0, BLOCK)}
 
