@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, default=Path("sweep-out"), help="folder for JSON, PNG, engine logs")
     add("--model", help="model to serve; default: a tiny hybrid model made up here")
-    add("--block-size", type=int, help="default 128 for the tiny model, else vLLM's choice")
-    add("--budget", type=int, help="the budget in use today (default: 200, or 8192 with --model)")
-    add("--max-budget", type=int, help="largest budget to measure (default: 8 blocks and a bit)")
+    add("--block-size", type=int, help="default 64 for the tiny model, else vLLM's choice")
+    add("--budget", type=int, help="the budget in use today (default: 100, or 8192 with --model)")
+    add("--max-budget", type=int, help="largest budget to measure (default: 16 blocks and a bit)")
     add("--prompt-tokens", type=int, default=4096)
     add("--max-num-seqs", type=int, default=8)
     add("--expected-decodes", type=int, default=4, help="decodes that share a step")
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, result: dict) -> None:
     engine = _engine(args)
     block = engine.args.get("block_size")
-    given = args.budget or (8192 if args.model else 200)
-    largest = args.max_budget or (8 * block + 64 if block else max(16384, given))
+    given = args.budget or (8192 if args.model else 100)
+    largest = args.max_budget or (16 * block + 64 if block else max(16384, given))
     with _progress() as progress:
         task = progress.add_task("starting the engine", total=None)
         with engine.start(largest, "sweep") as started:
@@ -126,7 +126,7 @@ def _engine(args: argparse.Namespace) -> Engine:
         return Engine(base | args.engine_args, {}, args.out)
     from chunk_planner.engine.tiny_model import TINY_ENGINE_ENV, tiny_engine_args, write_tiny_model
 
-    block = args.block_size or 128
+    block = args.block_size or 64
     model = write_tiny_model(args.out / "tiny-model", block=block)
     base |= {"model": str(model)} | tiny_engine_args(block)
     return Engine(base | args.engine_args, TINY_ENGINE_ENV, args.out)

@@ -41,8 +41,10 @@ _QWEN3_NEXT = {
     "head_dim": 64,
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 1,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+    # The smallest the CPU kernel takes: its time grows with the square, and on a CPU without
+    # AVX-512 BF16 it is most of a token's cost, where a step's fixed cost is what should show.
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
@@ -63,15 +65,14 @@ _GRANITE4 = {
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
 }
-# family -> its config, the block it is made for, KV heads it can have. Granite's attention head is
-# hidden_size / heads wide and the CPU kernel takes 64, so hidden_size 64 means one head.
+# family -> its config, the block it is made for, KV heads it can have, and one layer's state in
+# bytes at most (convolution channels x 3 columns in bf16, recurrent state in fp32, which is what
+# a CPU with AVX-512 BF16 keeps; others keep bf16). Granite's attention head is hidden_size / heads
+# wide and the CPU kernel takes 64, so hidden_size 64 means one head.
 _FAMILIES = {
-    "qwen3-next": (_QWEN3_NEXT, 1152, (1, 2, 4, 8)),
-    "granite-4": (_GRANITE4, 384, (1,)),
+    "qwen3-next": (_QWEN3_NEXT, 1152, tuple(range(1, 9)), 192 * 3 * 2 + 64 * 64 * 4),
+    "granite-4": (_GRANITE4, 384, (1,), 384 * 3 * 2 + 128 * 128 * 4),
 }
-# One layer's state in bytes, at most. Both families: 384 convolution channels x 3 columns in bf16
-# and 128 x 128 recurrent values, fp32 where the CPU has AVX-512 BF16 (bf16 elsewhere).
-_STATE_BYTES = 384 * 3 * 2 + 128 * 128 * 4
 _KV_BYTES_PER_HEAD = 2 * 64 * 2  # K and V of one token, 64 wide, bf16
 
 
@@ -88,14 +89,14 @@ def write_tiny_model(
     """
     if family not in _FAMILIES:
         raise PlannerError(f"family is {family!r}; it must be one of {', '.join(_FAMILIES)}")
-    config, default_block, head_choices = _FAMILIES[family]
+    config, default_block, head_choices, state_bytes = _FAMILIES[family]
     block = default_block if block is None else block
-    smallest = -(-_STATE_BYTES // (head_choices[-1] * _KV_BYTES_PER_HEAD * 32)) * 32
+    smallest = -(-state_bytes // (head_choices[-1] * _KV_BYTES_PER_HEAD * 32)) * 32
     if block % 32 or block < smallest:
         raise PlannerError(
             f"block is {block}; a tiny {family} takes multiples of 32 from {smallest} on"
         )
-    heads = next(n for n in head_choices if n * _KV_BYTES_PER_HEAD * block >= _STATE_BYTES)
+    heads = next(n for n in head_choices if n * _KV_BYTES_PER_HEAD * block >= state_bytes)
     config = _COMMON | config | {"num_attention_heads": heads, "num_key_value_heads": heads}
     config["num_hidden_layers"] = len(config["layer_types"])
     folder = Path(folder)
