@@ -11,8 +11,8 @@ import pytest
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.geometry import EngineSettings, resolve
-from chunk_planner.geometry.attention import KV_CACHE_DTYPES
 from chunk_planner.geometry.grid import KERNEL_BLOCK
+from chunk_planner.geometry.kv_dtype import KV_CACHE_DTYPES
 from chunk_planner.geometry.settings import STATE_DTYPES
 from chunk_planner.rule import find_release
 

@@ -10,8 +10,8 @@ from math import ceil
 from typing import Any
 
 from chunk_planner.errors import PlannerError
-from chunk_planner.geometry.attention import model_dtype
 from chunk_planner.geometry.groups import Groups, kv_groups
+from chunk_planner.geometry.kv_dtype import model_dtype
 from chunk_planner.geometry.resolve import Geometry
 from chunk_planner.geometry.settings import DTYPE_BYTES
 from chunk_planner.geometry.weights import Weights, weights

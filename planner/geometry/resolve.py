@@ -6,10 +6,13 @@ from typing import Any
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.geometry import grid as grids
-from chunk_planner.geometry.attention import Attention, attention, model_dtype
+from chunk_planner.geometry.attention import Attention, attention
+from chunk_planner.geometry.checkpoints import prefill_checkpoint
 from chunk_planner.geometry.families import Family, find_family, full_attention
-from chunk_planner.geometry.settings import STATE_DTYPES, EngineSettings
-from chunk_planner.geometry.states import State, StateDtypes
+from chunk_planner.geometry.kv_dtype import model_dtype
+from chunk_planner.geometry.settings import EngineSettings
+from chunk_planner.geometry.state import State
+from chunk_planner.geometry.state_dtypes import state_dtypes
 from chunk_planner.models.config import ModelConfig, load_config
 
 
@@ -110,9 +113,9 @@ def resolve(
     backend = grids.attention_backend(config, settings)
     cache = attention(config, settings, backend)
     dtype = model_dtype(config, settings)
-    dtypes, dtype_notes = _state_dtypes(config, settings, family, dtype)
+    dtypes, dtype_notes = state_dtypes(config, settings, family, dtype)
     state = family.state(config, settings, dtypes)
-    checkpoint, checkpoint_notes = grids.prefill_checkpoint(config, settings, family, dtype)
+    checkpoint, checkpoint_notes = prefill_checkpoint(config, settings, family, dtype)
     grid = grids.grid(config, settings, backend, cache.head_size, checkpoint, family)
 
     # `_align_hybrid_block_size`: the least block on the grid that holds the state.
@@ -201,35 +204,3 @@ def _release_notes(
             f"{settings.vllm_version}",
         )
     return ()
-
-
-def _state_dtypes(
-    config: ModelConfig, settings: EngineSettings, family: Family, dtype: str
-) -> tuple[StateDtypes, tuple[str, ...]]:
-    """Resolve "auto" as vLLM does: flag, the checkpoint's field, the class, the window's dtype."""
-    conv = dtype if settings.mamba_cache_dtype == "auto" else settings.mamba_cache_dtype
-    asked, notes = settings.mamba_ssm_cache_dtype, ()
-    field = family.ssm_dtype_field
-    selectable = family.ssm_dtypes
-    if config.architecture.startswith("Glm5Next") and settings.release < (0, 32):
-        selectable = ()
-    if asked == "auto" and field and config.get(field):
-        asked = str(config.get(field)).removeprefix("torch.")
-        if asked not in STATE_DTYPES:
-            raise config.error(field, f"= {asked!r} is not one of {', '.join(STATE_DTYPES)}")
-        if settings.mamba_ssm_cache_dtype == "auto" and asked != "auto":
-            notes = (f"recurrent state in {asked}, from the config's {field}",)
-    elif asked != "auto" and not selectable:
-        notes = (f"--mamba-ssm-cache-dtype has no effect on {config.architecture}",)
-        asked = "auto"
-    if asked != "auto" and selectable and asked not in selectable:
-        raise PlannerError(
-            f"mamba_ssm_cache_dtype = {asked!r}: the {family.name} state of {config.name} takes "
-            f"only {' or '.join(selectable)}"
-        )
-    if asked == "auto" and family.ssm_dtype_default:
-        asked = family.ssm_dtype_default
-    if asked == "auto" and settings.device.platform == "cpu":
-        asked = "float32"
-        notes = ("recurrent state in float32, as on a CPU with AVX512-BF16",)
-    return StateDtypes(conv, conv if asked == "auto" else asked), notes

@@ -1,62 +1,17 @@
 """The recurrent state of one layer on one rank, per family.
 
-Shapes and dtypes follow `MambaStateShapeCalculator` and `MambaStateDtypeCalculator`
-(vllm/model_executor/layers/mamba/mamba_utils.py) as each model's
-`get_mamba_state_{shape,dtype}_from_config` calls them: the block size is taken from those.
+Shapes follow `MambaStateShapeCalculator` (vllm/model_executor/layers/mamba/mamba_utils.py) as
+each model's `get_mamba_state_shape_from_config` calls it: the block size is taken from those.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
-from chunk_planner.errors import PlannerError
-from chunk_planner.geometry.settings import DTYPE_BYTES, EngineSettings
+from chunk_planner.geometry.settings import EngineSettings
+from chunk_planner.geometry.state import Part, State, StateDtypes, split
 from chunk_planner.models.config import ModelConfig
 
-
-@dataclass(frozen=True)
-class Part:
-    """One tensor of the state: its shape on a rank, its dtype and how the shape came about."""
-
-    shape: tuple[int, ...] = ()
-    dtype: str = "bfloat16"
-    words: str = ""
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * DTYPE_BYTES[self.dtype] if self.shape else 0
-
-
-@dataclass(frozen=True)
-class State:
-    """Convolution window and recurrent matrix of one layer; either may be absent."""
-
-    conv: Part = Part()
-    recurrent: Part = Part()
-
-    @property
-    def bytes(self) -> int:
-        return self.conv.bytes + self.recurrent.bytes
-
-
-StateOf = Callable[[ModelConfig, EngineSettings, "StateDtypes"], State]
-
-
-@dataclass(frozen=True)
-class StateDtypes:
-    """dtypes after vLLM's "auto" has been resolved."""
-
-    conv: str
-    recurrent: str
-
-
-def split(config: ModelConfig, what: str, value: int, tp: int) -> int:
-    """`value` per rank. Raises PlannerError where the ranks cannot share it evenly."""
-    if value % tp:
-        raise PlannerError(
-            f"tensor_parallel_size = {tp} does not divide {what} = {value} of {config.name}"
-        )
-    return value // tp
+StateOf = Callable[[ModelConfig, EngineSettings, StateDtypes], State]
 
 
 def gdn(config: ModelConfig, settings: EngineSettings, dtypes: StateDtypes) -> State:

@@ -4,15 +4,11 @@ import json
 from dataclasses import dataclass
 
 from chunk_planner.errors import PlannerError
-from chunk_planner.geometry.attention import (
-    DTYPE_BYTES,
-    head_size,
-    is_mla,
-    model_dtype,
-    quantization,
-)
+from chunk_planner.geometry.attention import head_size
+from chunk_planner.geometry.kv_dtype import is_mla, model_dtype, quantization
 from chunk_planner.geometry.resolve import Geometry
-from chunk_planner.geometry.states import Part
+from chunk_planner.geometry.settings import DTYPE_BYTES
+from chunk_planner.geometry.state import Part
 from chunk_planner.models.config import ModelConfig
 
 # Bytes per weight of the quantized part, scales included (one fp8 scale per 16 fp4 values).
