@@ -1,6 +1,6 @@
 """One budget, evaluated: what it schedules, what it leaves, and what that costs if measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chunk_planner.candidates import Workload, headroom_tokens, second_prefill
 from chunk_planner.errors import PlannerError
@@ -33,7 +33,7 @@ class Budget:
     #: distance between cached recurrent states, the price of a larger chunk in prefix reuse
     checkpoint_spacing_tokens: int
     #: `--long-prefill-token-threshold` and the budget that let a second long prompt in
-    second_prefill: dict[str, int]
+    second_prefill: dict[str, int] = field(hash=False)
     #: steps a lane-sized prompt waits behind one long prompt and the decodes
     short_prompt_wait_steps: int
     #: predicted time per prefill token over the best feasible budget's, minus 1
