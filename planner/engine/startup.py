@@ -137,9 +137,16 @@ def _check_at_first_step(scheduler, logger, guarded) -> None:
             mamba = facts.mamba_block(scheduler)
             logger.warning("Chunk Planner: %s", advice.block_moved(at_start_block, now, mamba))
 
+    engine_schedule, checked = scheduler.schedule, False
+
     def schedule(*args, **kwargs):
-        del scheduler.schedule
-        check()
-        return scheduler.schedule(*args, **kwargs)
+        nonlocal checked
+        if not checked:
+            checked = True
+            # who wrapped this in the meantime, as `calibrate` does, keeps its wrapper
+            if vars(scheduler).get("schedule") is schedule:
+                del scheduler.schedule
+            check()
+        return engine_schedule(*args, **kwargs)
 
     scheduler.schedule = schedule

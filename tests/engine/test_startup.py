@@ -110,6 +110,24 @@ def test_after_the_first_step_the_engines_own_method_runs(said):
     assert said.messages() == []
 
 
+def test_who_wraps_schedule_before_the_first_step_keeps_its_wrapper(said):
+    """As `calibrate` does to see what each step holds."""
+    engine = scheduler(8192)
+    said(engine)
+    inner, seen = engine.schedule, []
+
+    def recording():
+        seen.append(len(seen))
+        return inner()
+
+    engine.schedule = recording
+    engine.cache_config.block_size = 128
+    for _ in range(3):
+        engine.schedule()
+    assert seen == [0, 1, 2]
+    assert len(said.messages()) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
