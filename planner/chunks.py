@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
+from operator import eq
 from typing import overload
 
 
@@ -42,7 +43,7 @@ class Chunks(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str):
             return NotImplemented
-        return len(self) == len(other) and all(map(int.__eq__, self, other))
+        return len(self) == len(other) and all(map(eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
 

@@ -151,6 +151,7 @@ def test_a_million_tokens_are_two_runs() -> None:
     plan = plan_prefill(ChunkRule(BLOCK, 2048), 1 << 20)
     assert len(plan.chunks.runs) == 2
     assert plan.chunks == [BLOCK] * 910 + [256]
+    assert plan.chunks != [BLOCK] * 910 + [256.5]
     assert plan.chunks[-1] == 256
     assert plan.chunks[909:] == [BLOCK, 256]
     assert plan.chunks.num_tokens == 1 << 20

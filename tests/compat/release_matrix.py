@@ -59,7 +59,8 @@ def fetch(version: str) -> Path:
         options = ["--no-deps", "--only-binary=:all:", "--implementation=cp", "--abi=abi3"]
         options += ["--platform=manylinux_2_28_x86_64", "--python-version=3.11", "--quiet"]
         command = [sys.executable, "-m", "pip", "download", *options, f"vllm=={version}"]
-        subprocess.run([*command, "--dest", folder], check=True)
+        if subprocess.run([*command, "--dest", folder], check=False).returncode:
+            raise SystemExit(f"vLLM {version}: pip found no wheel of it, see above")
         (wheel,) = Path(folder).glob("*.whl")
         unpacked = Path(folder) / "files"
         with zipfile.ZipFile(wheel) as archive:
