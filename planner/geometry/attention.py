@@ -17,7 +17,6 @@ from chunk_planner.geometry.kv_dtype import (
     ULTRAQUANT_GROUP,
     is_mla,
     model_dtype,
-    resolve_kv_cache_dtype,
 )
 from chunk_planner.geometry.settings import DTYPE_BYTES, EngineSettings
 from chunk_planner.geometry.state import split
@@ -48,13 +47,15 @@ class Attention:
     skip_bytes: int = 0
 
 
-def attention(config: ModelConfig, settings: EngineSettings, backend: str) -> Attention:
-    """The attention cache of `config`; `backend` is vLLM's name of the attention backend.
+def attention(
+    config: ModelConfig, settings: EngineSettings, dtype: str, notes: tuple[str, ...] = ()
+) -> Attention:
+    """The attention cache of `config` stored as `dtype`; `notes` are kept with it.
 
     Raises:
-        PlannerError: a dtype vLLM does not have, or heads the ranks cannot share.
+        PlannerError: a dtype the model's attention has no use for, or heads the ranks cannot
+            share.
     """
-    dtype, notes = resolve_kv_cache_dtype(config, settings, backend)
     if is_mla(config):
         return _mla(config, settings, dtype, notes)
     return _gqa(config, settings, dtype, notes)

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from math import lcm
 
 from chunk_planner.errors import PlannerError
+from chunk_planner.geometry.attention import Attention
 from chunk_planner.geometry.checkpoints import Checkpoint
 from chunk_planner.geometry.families import Family
-from chunk_planner.geometry.kv_dtype import is_mla, is_sparse
+from chunk_planner.geometry.kv_dtype import (
+    DS_MLA,
+    FP8,
+    NVFP4,
+    PER_TOKEN_HEAD,
+    TURBOQUANT,
+    ULTRAQUANT,
+    is_mla,
+    is_sparse,
+)
 from chunk_planner.geometry.settings import EngineSettings
 from chunk_planner.models.config import ModelConfig
 
@@ -86,8 +96,8 @@ class Grid:
         return lcm(self.step, self.rounding)
 
 
-def attention_backend(config: ModelConfig, settings: EngineSettings) -> str:
-    """The backend asked for, else the one vLLM tries first on this device."""
+def attention_backend(config: ModelConfig, settings: EngineSettings, dtype: str) -> str:
+    """The backend asked for, else the one vLLM tries first for `dtype` on this device."""
     if settings.attention_backend:
         name = settings.attention_backend.upper()
         if name not in KERNEL_BLOCK:
@@ -96,9 +106,9 @@ def attention_backend(config: ModelConfig, settings: EngineSettings) -> str:
             )
         return name
     device = settings.device
-    if settings.kv_cache_dtype.startswith("turboquant"):
+    if dtype in TURBOQUANT:
         return "TURBOQUANT"
-    if settings.kv_cache_dtype == "ultraquant_4bit":
+    if dtype == ULTRAQUANT:
         return "ULTRAQUANT"
     if device.platform == "cpu":
         # Without AMX vLLM turns prefix caching off for MLA on a CPU, and with it the alignment.
@@ -109,10 +119,12 @@ def attention_backend(config: ModelConfig, settings: EngineSettings) -> str:
         return "ROCM_AITER_MLA_SPARSE" if is_sparse(config) else "ROCM_AITER_MLA"
     major = device.capability[0]
     if not is_mla(config):
-        if settings.kv_cache_dtype.endswith("per_token_head"):
+        if dtype in PER_TOKEN_HEAD:
             return "TRITON_ATTN"
-        return "FLASHINFER" if major == 10 else "FLASH_ATTN"
+        return "FLASHINFER" if major == 10 or dtype in NVFP4 else "FLASH_ATTN"
     if is_sparse(config):
+        if dtype in DS_MLA and major != 12:
+            return "FLASHMLA_SPARSE"
         by_major = {10: "FLASHINFER_MLA_SPARSE", 12: "FLASHINFER_MLA_SPARSE_SM120"}
         sm90 = "FLASH_ATTN_MLA_SPARSE"
         if config.integer("qk_rope_head_dim", 0, minimum=0) == 0:
@@ -121,16 +133,18 @@ def attention_backend(config: ModelConfig, settings: EngineSettings) -> str:
     return {9: "FLASH_ATTN_MLA", 10: "FLASHINFER_MLA"}.get(major, "TRITON_MLA")
 
 
-def _kernel_block(config: ModelConfig, settings: EngineSettings, backend: str, head: int) -> int:
-    device = settings.device
-    if backend == "FLASH_ATTN":
-        if device.platform == "xpu":
-            return 64
-        if device.capability[0] in (10, 11) and head == 256:
-            return _FA4_HEAD_256_PAGE
-        fp8 = settings.kv_cache_dtype in ("fp8", "fp8_e4m3")
-        if settings.release >= (0, 31) and device.capability[0] == 9 and fp8 and head == 512:
-            return 64
+def _kernel_block(settings: EngineSettings, backend: str, cache: Attention) -> int:
+    if backend != "FLASH_ATTN":
+        return KERNEL_BLOCK[backend]
+    device, fp8 = settings.device, cache.kv_cache_dtype in ("fp8", "fp8_e4m3")
+    major = device.capability[0] if device.platform == "cuda" else 0
+    if device.platform == "xpu":
+        return 64
+    # FlashAttention 4 pages, for heads that only it takes.
+    if major in (10, 11) and cache.head_size == 256 and cache.kv_cache_dtype not in FP8:
+        return _FA4_HEAD_256_PAGE
+    if settings.release >= (0, 31) and major == 9 and fp8 and cache.head_size == 512:
+        return 64
     return KERNEL_BLOCK[backend]
 
 
@@ -151,12 +165,12 @@ def grid(
     config: ModelConfig,
     settings: EngineSettings,
     backend: str,
-    head: int,
+    cache: Attention,
     checkpoint: Checkpoint,
     family: Family,
 ) -> Grid:
-    """The grid of one engine. `head` is the attention head (or latent) size."""
-    kernel = _kernel_block(config, settings, backend, head)
+    """The grid of one engine."""
+    kernel = _kernel_block(settings, backend, cache)
     indexer = _indexer_block(config, settings)
     base = settings.block_size
     if base is None:

@@ -63,36 +63,38 @@ def is_sparse(config: ModelConfig) -> bool:
     return config.get("index_topk") is not None
 
 
-def resolve_kv_cache_dtype(
-    config: ModelConfig, settings: EngineSettings, backend: str
+def requested_kv_cache_dtype(
+    config: ModelConfig, settings: EngineSettings
 ) -> tuple[str, tuple[str, ...]]:
+    """The flag, or what the checkpoint and the model's own hook make of "auto", and notes.
+
+    Raises:
+        PlannerError: a dtype the release does not have.
+    """
     asked = _ALIASES.get(settings.kv_cache_dtype, settings.kv_cache_dtype)
     if asked not in KV_CACHE_DTYPES:
         raise PlannerError(f"kv_cache_dtype = {asked!r} is not one of {', '.join(KV_CACHE_DTYPES)}")
     if asked == ULTRAQUANT and settings.release < (0, 32):
         raise PlannerError(f"kv_cache_dtype = {asked!r} came with vLLM 0.32")
-    notes: list[str] = []
-    if asked == "auto":
-        asked = _checkpoint_dtype(config)
-        if asked != "auto":
-            notes.append(f"the checkpoint asks for an {asked} KV cache, which 'auto' follows")
-    sm100_glm = (
-        settings.release >= (0, 33)
-        and settings.device.capability[0] == 10
-        and config.architecture.startswith("Glm5Next")
-        and is_sparse(config)
-    )
-    if asked == "auto" and sm100_glm:
-        asked = "fp8"
-        notes.append("vLLM 0.33 keeps this model's KV cache in fp8 on SM10x unless told otherwise")
-    # The sparse MLA backends store quantized tokens in a record of their own.
+    if asked != "auto":
+        return asked, ()
+    asked = _checkpoint_dtype(config)
+    if asked != "auto":
+        return asked, (f"the checkpoint asks for an {asked} KV cache, which 'auto' follows",)
+    sm100 = settings.device.platform == "cuda" and settings.device.capability[0] == 10
+    if settings.release >= (0, 33) and sm100 and config.architecture.startswith("Glm5Next"):
+        return "fp8", ("vLLM 0.33 keeps this model's KV cache in fp8 on SM10x",)
+    return "auto", ()
+
+
+def stored_kv_cache_dtype(asked: str, backend: str) -> tuple[str, tuple[str, ...]]:
+    """What `backend` stores: the sparse MLA backends have a record of their own for fp8."""
     packed = (backend == "FLASHMLA_SPARSE" and asked in FP8) or (
         backend == "FLASHINFER_MLA_SPARSE_SM120" and asked in ("auto", "fp8", "fp8_e4m3")
     )
     if packed:
-        notes.append(f"{backend} stores {asked} as fp8_ds_mla")
-        asked = "fp8_ds_mla"
-    return asked, tuple(notes)
+        return "fp8_ds_mla", (f"{backend} stores {asked} as fp8_ds_mla",)
+    return asked, ()
 
 
 def quantization(config: ModelConfig) -> dict[str, Any]:

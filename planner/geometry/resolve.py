@@ -9,7 +9,11 @@ from chunk_planner.geometry import grid as grids
 from chunk_planner.geometry.attention import Attention, attention
 from chunk_planner.geometry.checkpoints import prefill_checkpoint
 from chunk_planner.geometry.families import Family, find_family, full_attention
-from chunk_planner.geometry.kv_dtype import model_dtype
+from chunk_planner.geometry.kv_dtype import (
+    model_dtype,
+    requested_kv_cache_dtype,
+    stored_kv_cache_dtype,
+)
 from chunk_planner.geometry.settings import EngineSettings
 from chunk_planner.geometry.state import State
 from chunk_planner.geometry.state_dtypes import state_dtypes
@@ -110,13 +114,15 @@ def resolve(
         raise PlannerError(f"{config.name}: no attention layers, block alignment does not apply")
     _check_release(config, settings, family)
 
-    backend = grids.attention_backend(config, settings)
-    cache = attention(config, settings, backend)
+    asked, asked_notes = requested_kv_cache_dtype(config, settings)
+    backend = grids.attention_backend(config, settings, asked)
+    stored, stored_notes = stored_kv_cache_dtype(asked, backend)
+    cache = attention(config, settings, stored, (*asked_notes, *stored_notes))
     dtype = model_dtype(config, settings)
     dtypes, dtype_notes = state_dtypes(config, settings, family, dtype)
     state = family.state(config, settings, dtypes)
     checkpoint, checkpoint_notes = prefill_checkpoint(config, settings, family, dtype)
-    grid = grids.grid(config, settings, backend, cache.head_size, checkpoint, family)
+    grid = grids.grid(config, settings, backend, cache, checkpoint, family)
 
     # `_align_hybrid_block_size`: the least block on the grid that holds the state.
     block = grid.step * -(-state.bytes // (grid.step * cache.sizing_bytes))
