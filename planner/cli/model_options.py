@@ -54,6 +54,7 @@ def add_model_arguments(
     add("--tensor-parallel-size", "-tp", type=count, default=1, metavar="N")
     add("--pipeline-parallel-size", "-pp", type=count, default=1, metavar="N")
     add("--decode-context-parallel-size", "-dcp", type=count, default=1, metavar="N")
+    add("--enable-expert-parallel", action="store_true")
     add("--dtype", default="auto", help="dtype of weights and activations")
     add("--kv-cache-dtype", default="auto", metavar="DTYPE", help="auto, bfloat16, fp8, ...")
     add("--kv-cache-dtype-skip-layers", nargs="+", default=(), metavar="LAYER")
@@ -102,6 +103,7 @@ def settings_from(args: argparse.Namespace) -> EngineSettings:
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "decode_context_parallel_size",
+        "enable_expert_parallel",
         "dtype",
         "kv_cache_dtype",
         "mamba_cache_dtype",

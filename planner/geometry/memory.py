@@ -115,9 +115,11 @@ def activation_bytes_per_token(geometry: Geometry) -> tuple[int, str]:
     top = config.first("num_experts_per_tok", "num_experts_per_token", default=0, minimum=0)
     moe = config.integer("moe_intermediate_size", 0, minimum=0)
     if top and moe:
-        routed = top * (3 * moe / tp + hidden)
+        # With expert parallelism a rank holds whole experts instead of a slice of each.
+        slices = 1 if geometry.settings.enable_expert_parallel else tp
+        routed = top * (3 * moe / slices + hidden)
         if routed > widest:
-            widest, words = routed, f"{top} experts*(3*{moe}/{tp} + {hidden})"
+            widest, words = routed, f"{top} experts*(3*{moe}/{slices} + {hidden})"
     residual = f"{streams}*{hidden}" if streams > 1 else f"{hidden}"
     return int(size * (streams * hidden + widest)), f"{size} B x ({residual} + {words})"
 

@@ -114,6 +114,7 @@ class EngineSettings:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     decode_context_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_dtype_skip_layers: tuple[str, ...] = ()
