@@ -27,14 +27,17 @@ class Measured:
     """What a measurement has so far; complete or not, it can be used."""
 
     runs: list[Run] = field(default_factory=list)
+    #: the first run of every workload; used only for a workload that was not run again
+    warm_up: list[Run] = field(default_factory=list)
     rounds: int = 0
     settled: bool = False
     stopped: str | None = None
 
     def points(self) -> list[Point]:
         """One point per composition of a step, over all runs."""
-        steps = ((s.prefill, s.decode_kv, s.us) for run in self.runs for s in run.steps if s.tokens)
-        return aggregate(steps)
+        again = {run.workload for run in self.runs}
+        runs = [*self.runs, *(run for run in self.warm_up if run.workload not in again)]
+        return aggregate((s.prefill, s.decode_kv, s.us) for r in runs for s in r.steps if s.tokens)
 
     @property
     def complete(self) -> bool:
@@ -48,7 +51,7 @@ class Measured:
         are in every peak alike.
         """
         peaks: dict[int, int] = {}
-        for run in self.runs:
+        for run in [*self.runs, *self.warm_up]:
             if run.peak_bytes is not None:
                 size = max(step.tokens for step in run.steps)
                 peaks[size] = max(peaks.get(size, 0), run.peak_bytes)
@@ -68,15 +71,16 @@ def chunk_sizes(block: int, budget: int, most: int = 8) -> list[int]:
     largest = budget // block
     if not largest:
         return [*parts, budget]
-    ratio = largest ** (1 / max(1, min(most, largest) - 1))
-    multiples = {max(1, min(largest, round(ratio**i))) for i in range(most)}
-    return parts + [n * block for n in sorted(multiples)]
+    if largest <= most:
+        return parts + [n * block for n in range(1, largest + 1)]
+    ratio = largest ** (1 / (most - 1))
+    return parts + [n * block for n in sorted({round(ratio**i) for i in range(most)})]
 
 
 def workloads(info: EngineInfo, context_tokens: int = CONTEXT_TOKENS) -> list[Workload]:
     """What to run on an engine to fit its step cost, the cheap and telling ones first."""
     block, budget = info.block_size, info.max_num_batched_tokens
-    context = min(context_tokens, info.max_model_len - 64, info.kv_cache_tokens - 2 * block)
+    context = min(context_tokens, info.max_model_len - 64)
     sizes = chunk_sizes(block, budget)
     # An odd tail ends a prompt: its last step is none of the sizes above, as in service.
     alone = [
@@ -110,7 +114,12 @@ def workloads(info: EngineInfo, context_tokens: int = CONTEXT_TOKENS) -> list[Wo
         Workload(sizes[-1], prompts=(context,), output_tokens=4),
         Workload(budget, decode_contexts=(context // 2,) * min(2, room), decode_steps=8),
     ]
-    return alone + mixed + short + deep
+    return [one for one in alone + mixed + short + deep if _fits(one, info)]
+
+
+def _fits(workload: Workload, info: EngineInfo) -> bool:
+    requests = [*workload.prompts, *workload.decode_contexts]
+    return 0 < len(requests) <= info.max_num_seqs and sum(requests) < info.kv_cache_tokens
 
 
 def measure(
@@ -122,22 +131,18 @@ def measure(
     """Run `plan` round after round until its p50s settle or time is up, yielding after each run.
 
     Rounds interleave the workloads, so that a slow minute hits all of them. The first run of a
-    workload warms its shapes up and is not kept, unless time ends before the second.
+    workload warms its shapes up.
     """
     deadline = clock() + time_limit_s
     measured = Measured()
-    warm: list[Run] = []
     before: dict[tuple, float] = {}
     for number in range(MOST_ROUNDS + 1):
         for workload in plan:
             if clock() > deadline:
-                seen = {run.workload for run in measured.runs}
-                measured.runs += [run for run in warm if run.workload not in seen]
                 measured.stopped = "time limit"
-                yield measured
                 return
             run = engine.run(workload)
-            (measured.runs if number else warm).append(run)
+            (measured.runs if number else measured.warm_up).append(run)
             yield measured
         measured.rounds = number
         now = {(p.prefill, p.decode_kv): p.p50_us for p in measured.points()}
@@ -175,32 +180,47 @@ def calibrate(
     Raises:
         PlannerError: the engine does not start, or was interrupted before it measured anything.
     """
-    measured = Measured()
     with TimedEngine(engine_args, log, env, patch) as engine:
-        info = engine.info
-        on_start(info, time_limit_s)
-        start = time.monotonic()
-        try:
-            plan = workloads(info, context_tokens)
-            for measured in measure(engine, plan, time_limit_s):
-                on_run(time.monotonic() - start, measured)
-        except (KeyboardInterrupt, PlannerError) as error:
-            # an engine that died late (out of memory at the largest step) has measured the rest
-            if len(measured.points()) < 2:
-                raise
-            measured.stopped = str(error) or "interrupted"
-        seconds = time.monotonic() - start
+        on_start(engine.info, time_limit_s)
+        return measure_table(
+            engine,
+            time_limit_s=time_limit_s,
+            context_tokens=context_tokens,
+            command=command,
+            on_run=on_run,
+        )
+
+
+def measure_table(
+    engine: TimedEngine,
+    *,
+    time_limit_s: float = 120.0,
+    context_tokens: int = CONTEXT_TOKENS,
+    command: str = "chunk_planner.engine.calibrate.measure_table",
+    on_run: Callable[[float, Measured], None] = lambda seconds, measured: None,
+) -> Table:
+    """The tuning table of an engine that runs; see `calibrate`."""
+    measured = Measured()
+    start = time.monotonic()
+    try:
+        for measured in measure(engine, workloads(engine.info, context_tokens), time_limit_s):
+            on_run(time.monotonic() - start, measured)
+    except (KeyboardInterrupt, PlannerError) as error:
+        # an engine that died late (out of memory at the largest step) has measured the rest
+        if len({point.tokens for point in measured.points()}) < 2:
+            raise
+        measured.stopped = str(error) or "interrupted"
     provenance = {
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "complete": measured.complete,
         "rounds": measured.rounds,
-        "seconds": round(seconds, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }
     if measured.stopped:
         provenance["notes"] = [f"stopped: {measured.stopped}"]
     points = measured.points()
-    return engine_table(points, fit(points), info.fingerprint, provenance, measured.memory())
+    return engine_table(points, fit(points), engine.info.fingerprint, provenance, measured.memory())
 
 
 def _cycle(values: Sequence[int]) -> Iterator[int]:

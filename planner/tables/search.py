@@ -7,6 +7,7 @@ from pathlib import Path
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.tables.match import hard_mismatches, soft_mismatches
+from chunk_planner.tables.schema import SCHEMAS
 from chunk_planner.tables.table import Table, check, read_json
 
 
@@ -100,5 +101,6 @@ def _why_not(data: object, evidence: str, fingerprint: dict) -> str | None:
     if not isinstance(data, dict) or not isinstance(data.get("fingerprint"), dict):
         return "not a table: no fingerprint"
     if data.get("evidence") != evidence:
-        return None
+        other = data.get("evidence") in list(SCHEMAS)
+        return None if other else "not a table: no evidence"
     return "; ".join(hard_mismatches(data["fingerprint"], fingerprint))
