@@ -139,7 +139,7 @@ def _feed_forward(config: ModelConfig) -> int:
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
     shared = config.first(*names, default=copies * inner, minimum=0)
     one = matrices * (experts * width * inner + hidden * shared)
-    first_dense = config.integer("first_k_dense_replace", 0, minimum=0)
+    first_dense = config.first("first_k_dense_replace", "num_dense_layers", default=0, minimum=0)
     sparse = pattern.count("E") if pattern else layers - first_dense
     dense = 0 if pattern else layers - sparse
     return sparse * one + dense * matrices * hidden * config.integer("intermediate_size", inner)
