@@ -133,7 +133,7 @@ def plot(raw: dict, path: Path) -> None:
     copy.annotate("PyTorch's copy", (1, ceiling), xycoords=("axes fraction", "data"),
                   ha="right", va="bottom", fontsize=8)  # fmt: skip
     copy.set(xscale="log", xlabel="moved (MiB, read + written)", ylabel="checkpoint copy (GB/s)")
-    copy.set_ylim(bottom=0)
+    copy.set_ylim(0, 1.15 * ceiling)
     figure.suptitle(f"{raw['machine']['device_name']}, {raw['machine']['date'][:10]}", fontsize=10)
     figure.savefig(path, dpi=150)
     plt.close(figure)
