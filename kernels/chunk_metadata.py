@@ -58,6 +58,26 @@ def max_chunks(num_tokens: int, num_seqs: int, chunk_size: int, checkpoints: int
     return num_tokens // chunk_size + 2 * (num_seqs + checkpoints)
 
 
+def count_chunks(
+    query_start_loc: torch.Tensor,
+    chunk_size: int,
+    num_computed_tokens: torch.Tensor | None = None,
+    checkpoint_offsets: torch.Tensor | None = None,
+) -> int:
+    """How many chunks `chunk_metadata` makes, from the same tensors on the CPU.
+
+    For a caller that has the batch on the host as well and wants lists without spare rows.
+    """
+    bounds = query_start_loc.numpy()
+    num_tokens = bounds[1:] - bounds[:-1]
+    start = 0 * num_tokens if num_computed_tokens is None else num_computed_tokens.numpy()
+    checkpoint = start if checkpoint_offsets is None else start + checkpoint_offsets.numpy()
+    end = start + num_tokens
+    before = -(-checkpoint // chunk_size) - start // chunk_size
+    behind = -(-end // chunk_size) - checkpoint // chunk_size
+    return int((before * (checkpoint > start) + behind * (end > checkpoint)).sum())
+
+
 def chunk_metadata(
     query_start_loc: torch.Tensor,
     chunk_size: int,

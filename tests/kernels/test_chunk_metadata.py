@@ -9,6 +9,7 @@ from chunk_planner.kernels.chunk_metadata import (  # noqa: E402
     ChunkMetadata,
     chunk_metadata,
     chunk_metadata_reference,
+    count_chunks,
     max_chunks,
 )
 
@@ -104,6 +105,19 @@ def test_more_sequences_than_a_program_reads_at_a_time(monkeypatch, device: str)
         for run in (chunk_metadata, chunk_metadata_reference)
     )
     assert_lists_equal(actual, expected)
+
+
+def test_room_is_counted_and_bounded() -> None:
+    for seed in range(200):
+        qsl, computed, checkpoints = random_batch(seed, 1 + seed % 9, 900, empty=True)
+        num_seqs, size = len(qsl) - 1, 64
+        for inputs in ((), (computed,), (computed, checkpoints)):
+            out = empty_lists("cpu", num_seqs, 1, only=("chunk_offsets",))
+            chunk_metadata_reference(qsl, size, out, *inputs)
+            made = int(out.chunk_offsets[-1])
+            assert count_chunks(qsl, size, *inputs) == made
+            stops = int((checkpoints > 0).sum()) if len(inputs) > 1 else 0
+            assert made <= max_chunks(int(qsl[-1]), num_seqs, size, stops)
 
 
 @pytest.mark.parametrize("run", [chunk_metadata, chunk_metadata_reference])
