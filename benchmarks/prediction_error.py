@@ -41,23 +41,31 @@ MEDIAN, P90, REGRET = 0.04, 0.10, 0.03
 
 @dataclass(frozen=True)
 class Case:
-    """One engine to calibrate and the workloads to hold out; sizes in tokens."""
+    """One engine to calibrate and the workloads to hold out.
+
+    blocks: of the largest budget; longest: the longest prompt, in tokens.
+    """
 
     family: str
     block: int
-    max_budget: int
+    blocks: int
     longest: int
 
-    def budgets(self) -> list[int]:
-        """Lone-prompt budgets of the sweep: none of them ends on a measured chunk size."""
-        blocks = self.max_budget // self.block
-        steps = {1, max(1, round(blocks * 0.4)), max(1, round(blocks * 0.7)), blocks}
-        return [min(n * self.block + self.block // 3, self.max_budget) for n in sorted(steps)]
+    @property
+    def max_budget(self) -> int:
+        """Beside the blocks: room for every decode and for a short prompt, as recommended."""
+        return self.blocks * self.block + max(SEQS + self.block // 2, 256)
+
+    def budgets(self, many: bool) -> list[int]:
+        """Budgets of the sweep with a lone prompt."""
+        shares = (0, 0.4, 0.7, 1) if many else (0, 0.4, 1)
+        steps = {max(1, round(share * self.blocks)) for share in shares}
+        return [n * self.block + self.block // 3 for n in sorted(steps)]
 
     def mixes(self, many: bool) -> list[tuple[int, tuple[int, ...], int]]:
         """(budget, prompts, output tokens) of concurrent requests that decode beside prefills."""
-        blocks, longest = self.max_budget // self.block, self.longest
-        middle = max(1, blocks // 2) * self.block + SEQS + self.block // 4
+        longest = self.longest
+        middle = max(1, self.blocks // 2) * self.block + SEQS + self.block // 4
         mixes = [
             (middle, (longest // 2, longest // 3, longest // 16), 24),
             (self.max_budget, (longest // 4, 3 * self.block // 5, longest // 6, 37), 16),
@@ -68,12 +76,12 @@ class Case:
         return mixes
 
 
-QUICK = (Case("qwen3-next", 256, 2112, 6000), Case("granite-4", 384, 2368, 6000))
+QUICK = (Case("qwen3-next", 256, 8, 6000), Case("granite-4", 384, 6, 6000))
 FULL = (
-    Case("qwen3-next", 128, 1600, 6000),
-    Case("qwen3-next", 1152, 4672, 16000),
-    Case("granite-4", 384, 2368, 8000),
-    Case("granite-4", 768, 3136, 12000),
+    Case("qwen3-next", 128, 12, 6000),
+    Case("qwen3-next", 1152, 4, 16000),
+    Case("granite-4", 384, 6, 8000),
+    Case("granite-4", 768, 4, 12000),
 )
 
 
@@ -82,13 +90,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="12 rows, within six minutes")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--repeats", type=int, default=5, help="of every workload, at least 5")
-    parser.add_argument("--calibrate-s", type=float, help="time limit (default 55, full 120)")
+    parser.add_argument("--calibrate-s", type=float, help="time limit (default 60, full 120)")
     parser.add_argument("--out", type=Path, help="folder that keeps the tables and engine logs")
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp(prefix="chunk-planner-"))
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    limit = args.calibrate_s or (55 if args.quick else 120)
+    limit = args.calibrate_s or (60 if args.quick else 120)
     results = []
     for case in QUICK if args.quick else FULL:
         results.append(_run_case(case, out, args.repeats, limit, many=not args.quick))
@@ -121,11 +129,11 @@ def _run_case(case: Case, out: Path, repeats: int, limit: float, many: bool) -> 
         table.write(out)
         cost = table.cost
         release = ".".join(engine.info.fingerprint["vllm_version"].split(".")[:2])
-        rule = ChunkRule(case.block, case.budgets()[0], vllm_version=release)
+        rule = ChunkRule(case.block, case.budgets(many)[0], vllm_version=release)
         suggested = recommend(
             rule, max_num_seqs=SEQS, expected_decodes=2, prompt_tokens=case.longest, cost=cost
         ).recommended.max_num_batched_tokens
-        sweep = [Workload(b, (case.longest,)) for b in sorted({*case.budgets(), suggested})]
+        sweep = [Workload(b, (case.longest,)) for b in sorted({*case.budgets(many), suggested})]
         mixes = [Workload(b, prompts, n) for b, prompts, n in case.mixes(many)]
         plan = sweep + mixes
         predicted = [_predict(workload, rule, cost) for workload in plan]

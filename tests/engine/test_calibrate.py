@@ -88,10 +88,6 @@ def test_interrupted_it_keeps_what_was_measured(engine: TimedEngine) -> None:
     assert table.data["provenance"]["complete"] is False
     assert table.data["provenance"]["notes"] == ["stopped: interrupted"]
     assert table.cost.max_tokens > BLOCK
-    with pytest.raises(KeyboardInterrupt):
-        measure_table(
-            engine, time_limit_s=60, on_run=lambda s, m: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
 
 
 def test_the_time_limit_ends_it(engine: TimedEngine) -> None:
@@ -120,16 +116,16 @@ def test_the_command_writes_a_table_that_is_used(
     assert table.fingerprint["block_size"] == BLOCK
     assert main(["tables", "check", str(path)]) == 0
     capsys.readouterr()
-    size = ["--block-size", str(BLOCK), "--max-num-batched-tokens", "100", "--max-num-seqs", "4"]
+    size = ["--block-size", str(BLOCK), "--max-num-batched-tokens", "120", "--max-num-seqs", "4"]
     assert (
         main(["recommend", *size, "--prompt-tokens", "2000", "--table", str(path), "--json"]) == 0
     )
     answer = json.loads(capsys.readouterr().out)
     assert answer["evidence"] == "measured-engine"
-    assert answer["recommended"]["max_num_batched_tokens"] > 100
+    assert answer["recommended"]["max_num_batched_tokens"] > 120
     log = tmp_path / "engine.log"
     here = {"CHUNK_PLANNER_TABLES": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
-    with TimedEngine(arguments(model, budget=100), log, TINY_ENGINE_ENV | here):
+    with TimedEngine(arguments(model, budget=120), log, TINY_ENGINE_ENV | here):
         pass
     said = log.read_text()
     assert "slower per token" in said
