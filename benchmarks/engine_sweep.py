@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 from chunk_planner.budget import Recommendation, recommend
 from chunk_planner.engine.step_timer import EngineInfo, Run, TimedEngine, Workload
@@ -52,49 +52,44 @@ class Engine:
 def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     result: dict = {"evidence": "measured-engine", "command": " ".join(sys.argv)}
-    stopped = False
+    code = 0
     try:
         _measure(args, result)
     except KeyboardInterrupt:
-        stopped = True
+        code = 130
         print("interrupted: what was measured is kept", file=sys.stderr)
     except PlannerError as error:
+        code = 2
         print(f"chunk_sweep: {error}", file=sys.stderr)
-        return 2
     if "sweep" in result:
         (args.out / "sweep.json").write_text(json.dumps(result, indent=1) + "\n")
         _draw(result, args.out / "sweep.png")
         print(f"\nwrote {args.out / 'sweep.json'} and {args.out / 'sweep.png'}")
     if args.json:
         print(json.dumps(result, indent=1))
-    return 130 if stopped else 0
+    return code
 
 
 def _measure(args: argparse.Namespace, result: dict) -> None:
+    """Sweep, recommend, restart; `result` has what was measured, however far it came."""
     engine = _engine(args)
     block = engine.args.get("block_size")
     given = args.budget or (8192 if args.model else 100)
     largest = args.max_budget or (16 * block + 64 if block else max(16384, given))
-    with _progress() as progress:
+    with _progress() as progress, contextlib.ExitStack() as at_end:
         task = progress.add_task("starting the engine", total=None)
-        with engine.start(largest, "sweep") as started:
-            info = started.info
-            if not info.aligned:
-                raise PlannerError(
-                    f"{args.model} is served without mamba_cache_mode=align: chunks end anywhere"
-                )
-            rule = ChunkRule(info.block_size, given, vllm_version=_release(info))
-            budgets = _budgets(info, given)
-            result |= {"engine": info.fingerprint, "block_size": info.block_size}
-            result |= {"prompt_tokens": args.prompt_tokens, "given_budget": given}
-            runs: list[Run] = []
-            try:
-                _sweep(started, budgets, args, runs, progress, task)
-            finally:
-                rows = _rows(runs, rule)
-                if rows:
-                    result["sweep"] = rows
-    _print_sweep(rows, info)
+        started = at_end.enter_context(engine.start(largest, "sweep"))
+        info = started.info
+        if not info.aligned:
+            raise PlannerError(
+                f"{args.model} is served without mamba_cache_mode=align: chunks end anywhere"
+            )
+        rule = ChunkRule(info.block_size, given, vllm_version=_release(info))
+        result |= {"engine": info.fingerprint, "block_size": info.block_size}
+        result |= {"prompt_tokens": args.prompt_tokens, "given_budget": given}
+        runs: list[Run] = []
+        at_end.callback(_keep_sweep, result, runs, rule)
+        _sweep(started, _budgets(info, given), args, runs, progress, task)
     # Whole steps of all runs: the decodes' too, which the recommendation leaves room for.
     cost = fit(aggregate((s.prefill, s.decode_kv, s.us) for run in runs for s in run.steps))
     found = recommend(
@@ -109,8 +104,20 @@ def _measure(args: argparse.Namespace, result: dict) -> None:
     _print_recommendation(found)
     if args.no_restart or recommended == given:
         return
-    result["restart"] = _confirm(engine, given, recommended, args)
-    _print_restart(result["restart"])
+    seconds: dict[int, list[float]] = {given: [], recommended: []}
+    try:
+        _confirm(engine, seconds, args, together=info.device_type == "cpu")
+    finally:
+        if all(seconds.values()):
+            result["restart"] = _restart_summary(seconds, args.prompt_tokens)
+            _print_restart(result["restart"])
+
+
+def _keep_sweep(result: dict, runs: list[Run], rule: ChunkRule) -> None:
+    rows = _rows(runs, rule)
+    if rows:
+        result["sweep"] = rows
+        _print_sweep(result)
 
 
 def _engine(args: argparse.Namespace) -> Engine:
@@ -214,50 +221,55 @@ def _p(values: list[float]) -> tuple[float, float, float]:
     return cuts[1], cuts[4], cuts[7]
 
 
-def _confirm(engine: Engine, given: int, recommended: int, args) -> dict:
-    """Start with each budget and time prompts in turn: both at once where memory allows (CPU),
-    else one start after the other, twice each."""
-    seconds: dict[int, list[float]] = {given: [], recommended: []}
-    workloads = {b: Workload(b, prompts=(args.prompt_tokens,)) for b in seconds}
-    with contextlib.ExitStack() as stack, _progress() as progress:
-        task = progress.add_task("restarting", total=2 * (args.repeats + 1))
-        if args.engine_args.get("gpu_memory_utilization") is None and _on_cpu():
-            engines = {b: stack.enter_context(engine.start(b, f"restart-{b}")) for b in workloads}
+def _confirm(engine: Engine, seconds: dict[int, list[float]], args, together: bool) -> None:
+    """Start with each budget and time prompts in turn, into `seconds`; the first warms up.
+
+    On a CPU both engines run at once; a GPU holds one, so the starts alternate, twice each.
+    """
+    workloads = {budget: Workload(budget, prompts=(args.prompt_tokens,)) for budget in seconds}
+
+    def one(started: TimedEngine, budget: int, keep: bool) -> None:
+        run = started.run(workloads[budget])
+        if keep:
+            seconds[budget].append(run.seconds)
+        progress.update(task, advance=1, description=f"restarted, budget {budget}")
+
+    with contextlib.ExitStack() as at_end:
+        progress = at_end.enter_context(_progress())
+        task = progress.add_task("restarting", total=None)
+        if together:
+            engines = {
+                budget: at_end.enter_context(engine.start(budget, f"restart-{budget}"))
+                for budget in seconds
+            }
+            progress.update(task, total=2 * (args.repeats + 1))
             for repeat in range(args.repeats + 1):
                 for budget, started in engines.items():
-                    run = started.run(workloads[budget])
-                    if repeat:
-                        seconds[budget].append(run.seconds)
-                    progress.update(task, advance=1, description=f"restarted, budget {budget}")
-        else:
-            half = -(-args.repeats // 2)
-            progress.update(task, total=4 * (half + 1))
-            for number, budget in enumerate([given, recommended] * 2):
-                with engine.start(budget, f"restart-{number}-{budget}") as started:
-                    for repeat in range(half + 1):
-                        run = started.run(workloads[budget])
-                        if repeat:
-                            seconds[budget].append(run.seconds)
-                        progress.update(task, advance=1, description=f"budget {budget}")
-    rates = {b: args.prompt_tokens / _p(values)[1] for b, values in seconds.items()}
-    return {
-        "given": {"budget": given, "tokens_per_second": rates[given], "seconds": seconds[given]},
-        "recommended": {
-            "budget": recommended,
-            "tokens_per_second": rates[recommended],
-            "seconds": seconds[recommended],
-        },
-        "speed_up": rates[recommended] / rates[given],
-    }
+                    one(started, budget, keep=repeat > 0)
+            return
+        half = -(-args.repeats // 2)
+        progress.update(task, total=4 * (half + 1))
+        for number, budget in enumerate([*seconds] * 2):
+            with engine.start(budget, f"restart-{number}-{budget}") as started:
+                for repeat in range(half + 1):
+                    one(started, budget, keep=repeat > 0)
 
 
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
+def _restart_summary(seconds: dict[int, list[float]], prompt_tokens: int) -> dict:
+    rows = [
+        {
+            "budget": budget,
+            "tokens_per_second": prompt_tokens / median(values),
+            "seconds": values,
+        }
+        for budget, values in seconds.items()
+    ]
+    given, recommended = rows
+    speed_up = recommended["tokens_per_second"] / given["tokens_per_second"]
+    return {"given": given, "recommended": recommended, "speed_up": speed_up}
 
-    return current_platform.is_cpu()
 
-
-def _print_sweep(rows: list[dict], info: EngineInfo) -> None:
+def _print_sweep(result: dict) -> None:
     from chunk_planner.cli.render import print_table
 
     print_table(
@@ -284,9 +296,9 @@ def _print_sweep(rows: list[dict], info: EngineInfo) -> None:
                 f"{row['tokens_per_second']:.0f}",
                 f"{row['slowdown']:.2f}x",
             )
-            for row in rows
+            for row in result["sweep"]
         ],
-        title=f"block {info.block_size}, measured-engine on {info.fingerprint['device_name']}",
+        title=f"block {result['block_size']}, measured-engine on {result['engine']['device_name']}",
     )
 
 

@@ -71,6 +71,7 @@ class Run:
 class EngineInfo:
     """What the started engine says about itself."""
 
+    device_type: str
     block_size: int
     aligned: bool
     max_num_batched_tokens: int
@@ -224,6 +225,7 @@ class _InProcess:
             self.config, scheduler.kv_cache_config
         )
         return EngineInfo(
+            device_type=self.config.device_config.device_type,
             block_size=scheduler.cache_config.block_size,
             aligned=bool(getattr(scheduler, "need_mamba_block_aligned_split", False)),
             max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,

@@ -154,6 +154,7 @@ def test_a_flag_vllm_does_not_know_is_one_sentence(
 
 def info(**changes) -> EngineInfo:
     values = {
+        "device_type": "cuda",
         "block_size": 1152,
         "aligned": True,
         "max_num_batched_tokens": 8192,
