@@ -213,3 +213,52 @@ def test_bad_arrays_are_named(change: dict, message: str) -> None:
     rule = ChunkRule(block_size=16, max_num_batched_tokens=64)
     with pytest.raises(PlannerError, match=message):
         plan_step(rule, **{**arrays, **change})
+
+
+@pytest.mark.engine
+def test_equals_every_step_of_the_engines_scheduler() -> None:
+    """Budgets, drafters, thresholds and sequence limits at random, on vLLM's own `schedule`."""
+    vllm = pytest.importorskip("vllm")
+    from equivalence import MIXES, random_options, random_requests
+    from real_scheduler import build_scheduler, chunk_rule, run_schedule
+
+    version = ".".join(vllm.__version__.split(".")[:2])
+    rng = random.Random(9)
+    compared = 0
+    for case in range(40):
+        options = random_options(rng, version, (16, 48, 100))
+        scheduler = build_scheduler(num_blocks=2000, **options)
+        rule, schedule = chunk_rule(scheduler, version), scheduler.schedule
+        slots = min(options["max_num_seqs"], options.get("max_num_active_seqs") or 16)
+
+        def both(scheduler=scheduler, rule=rule, schedule=schedule, slots=slots) -> object:
+            nonlocal compared
+            running, waiting = list(scheduler.running), list(scheduler.waiting)
+            drafts = [len(request.spec_token_ids) for request in running]
+            drafts += [scheduler.num_spec_tokens] * len(waiting)
+            step = plan_step(
+                rule,
+                *(
+                    [getattr(request, name) for request in running + waiting]
+                    for name in ("num_computed_tokens", "num_tokens", "num_prompt_tokens")
+                ),
+                drafts,
+                np.arange(len(drafts)) >= len(running),
+                max_num_seqs=slots,
+            )
+            names = [request.request_id for request in running + waiting]
+            sizes = dict(zip(names, step.num_scheduled_tokens.tolist(), strict=True))
+            output = schedule()
+            planned = {name: size for name, size in sizes.items() if size}
+            assert planned == output.num_scheduled_tokens, rule
+            compared += 1
+            return output
+
+        scheduler.schedule = both
+        # What a prefix lookup would find is not in a waiting request yet, so there is none to find.
+        requests = [
+            replace(request, num_computed_tokens=0, shared_prefix_boundary=0)
+            for request in random_requests(rng, rule.block_size, MIXES[case % len(MIXES)])
+        ]
+        run_schedule(scheduler, requests, accepted_tokens=1, max_steps=150)
+    assert compared > 700
