@@ -18,6 +18,8 @@ KNOT_RATIO = 1.12
 #: Residuals beyond this many times the median one lose weight (Huber), so that a step another
 #: process disturbed in every repeat does not bend the curve.
 HUBER = 2.5
+#: Repeats from which on a point's p20 and p50 say something about noise.
+FEWEST_REPEATS = 3
 #: Points left out one at a time for the error estimate; more would only cost time.
 LEFT_OUT = 80
 
@@ -59,12 +61,15 @@ def fit(points: Sequence[Point], measure_with: str = "chunk-planner calibrate") 
         )
     knots = _knots(points)
     design, times = _design(points, knots), np.array([point.p20_us for point in points])
-    noise = median((point.p50_us - point.p20_us) / point.p20_us for point in points)
-    cost = _cost(_solve(design, times), knots, points, noise, measure_with)
+    cost = _cost(_solve(design, times), knots, points, measure_with)
     errors = np.abs(_left_out_errors(design, times, len(knots)))
+    spreads = [(p.p50_us - p.p20_us) / p.p20_us for p in points if p.repeats >= FEWEST_REPEATS]
+    error_median = float(np.quantile(errors, 0.5))
     return replace(
         cost,
-        error_median=float(np.quantile(errors, 0.5)),
+        # where nothing was repeated, how well points agree with one another is all there is
+        noise=median(spreads) if spreads else error_median,
+        error_median=error_median,
         error_p90=float(np.quantile(errors, 0.9)),
     )
 
@@ -129,7 +134,7 @@ def _left_out_errors(design: np.ndarray, times: np.ndarray, knots: int) -> np.nd
 
 
 def _cost(
-    x: np.ndarray, knots: Sequence[int], points: Sequence[Point], noise: float, measure_with: str
+    x: np.ndarray, knots: Sequence[int], points: Sequence[Point], measure_with: str
 ) -> StepCost:
     pair, decode_kv, prefill_request, decode_request = (float(v) for v in x[len(knots) :])
     return StepCost(
@@ -140,7 +145,7 @@ def _cost(
         prefill_request_us=prefill_request,
         decode_request_us=decode_request,
         max_context_tokens=max(point.context for point in points),
-        noise=float(noise),
+        noise=0.0,
         error_median=0.0,
         error_p90=0.0,
         measure_with=measure_with,

@@ -85,6 +85,13 @@ def test_steps_that_decode_along_are_one_point() -> None:
     assert points[1].p50_us == 11.0
 
 
+def test_noise_is_the_spread_of_repeats_or_else_the_disagreement_of_points() -> None:
+    noisy = fit(measured_points(noise=0.1))
+    assert 0.01 < noisy.noise < 0.08
+    once = [replace(point, repeats=1) for point in measured_points(noise=0.1)]
+    assert fit(once).noise == fit(once).error_median > 0
+
+
 def test_outside_the_measured_range_it_names_the_command() -> None:
     cost = fit(measured_points(), measure_with="chunk-planner calibrate my/model")
     assert (cost.min_tokens, cost.max_tokens) == (1, 2048)
