@@ -6,8 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from chunk_planner.cli import Parser
 from chunk_planner.cli.options import count
 from chunk_planner.cli.render import print_json, print_table
+from chunk_planner.errors import PlannerError
 
 #: Started where no `--max-num-batched-tokens` is given: vLLM's server default on large GPUs.
 DEFAULT_BUDGET = 8192
@@ -50,6 +52,11 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     flags = _flags_after_model(args)
+    for name in ("time_limit", "context_tokens"):
+        if getattr(args, name, 1) <= 0:
+            raise PlannerError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be positive"
+            )
     from chunk_planner.engine.calibrate import CONTEXT_TOKENS, calibrate
     from chunk_planner.tables import load_table, merge, user_folder
 
@@ -66,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             on_start=progress.started,
             on_run=progress.advance,
         )
+    interrupted = "stopped: interrupted" in table.data["provenance"].get("notes", [])
     path = getattr(args, "output", None) or user_folder()
     if path.suffix != ".json":
         path = path / table.file_name
@@ -77,12 +85,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_curve(table)
     print(f"wrote {written}", file=sys.stderr)
-    return 130 if "stopped: interrupted" in table.data["provenance"].get("notes", []) else 0
+    return 130 if interrupted else 0
 
 
 def _flags_after_model(args: argparse.Namespace) -> list[str]:
     """Take our own flags out of what follows MODEL; the rest is vLLM's."""
-    parser = argparse.ArgumentParser(prog="chunk-planner calibrate", allow_abbrev=False)
+    parser = Parser(prog="chunk-planner calibrate", allow_abbrev=False, add_help=False)
     _add_own(parser)
     _, flags = parser.parse_known_args(args.vllm_flags, namespace=args)
     if not any(flag.split("=")[0] == "--max-num-batched-tokens" for flag in flags):
