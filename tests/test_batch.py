@@ -187,6 +187,22 @@ def test_a_waiting_last_token_is_padded_beside_decodes() -> None:
     assert plan(tight, requests, 1).num_scheduled_tokens.tolist() == [4, 0]
 
 
+def test_padding_that_the_split_cuts_is_dropped() -> None:
+    # One token before the prompt's end at 1150; its three placeholders would cross 1152.
+    rule = ChunkRule(block_size=1152, max_num_batched_tokens=2048)
+    requests = [(100, 101, 50, 3, 0), (1149, 1150, 1150, 3, 0)]
+    assert plan(rule, requests, 1).num_scheduled_tokens.tolist() == [4, 1]
+
+
+@pytest.mark.parametrize(("version", "behind"), [("0.32", 0), ("0.33", 500)])
+def test_a_waiting_request_without_its_lookahead(version: str, behind: int) -> None:
+    # Two tokens short of the prompt's end the reserve of three leaves nothing of the last one
+    # before the boundary. That blocked the queue before 0.33.
+    rule = ChunkRule(1152, 2048, version, prefill_lookahead_tokens=3)
+    requests = [(1151, 1154, 1154, 0, 0), (0, 500, 500, 0, 0)]
+    assert plan(rule, requests, 0).num_scheduled_tokens.tolist() == [0, behind]
+
+
 def test_no_requests() -> None:
     step = plan(ChunkRule(block_size=16, max_num_batched_tokens=64), [], 0)
     assert step.query_start_loc.tolist() == [0]
