@@ -1,7 +1,7 @@
 """What is wrong with a budget, as findings with numbers; `advice` puts them into words.
 
 Two lines decide when a loss is worth a warning: measured, a slowdown above 5 %; from the rule
-alone, an idle share above 25 %. A budget that a recommendation may have named is never lossy.
+alone, an idle share above 25 %, unless the budget is one that a recommendation may have named.
 """
 
 from dataclasses import dataclass, field
@@ -32,24 +32,29 @@ class Finding:
 
 
 def diagnose(
-    rule: Rule, budget: Budget, workload: Workload, *, lmcache: bool = False
+    rule: Rule, budget: Budget, workload: Workload, *, lmcache: bool = False, noise: float = 0.0
 ) -> list[Finding]:
-    """Findings about `budget`, the rule's own, most serious first; empty where all is well."""
+    """Findings about `budget`, the rule's own, most serious first; empty where all is well.
+
+    A slowdown inside the measurement's `noise` is none.
+    """
     found = []
     block = rule.block_size
     if budget.stalled:
         found.append(Finding("stalled", {"why": budget.stalled}))
     if lmcache and not block <= budget.max_num_batched_tokens < 2 * block:
         found.append(Finding("lmcache", {"least": block, "most": 2 * block - 1}))
-    if is_candidate(budget.max_num_batched_tokens, block, workload, rule.draft_slots) or lmcache:
-        # With LMCache the budget stays below 2B whatever it idles.
+    if lmcache:
+        # The budget stays below 2B whatever it idles.
         return found
-    if budget.blocks == 1 and budget.stalls_with_decodes:
+    # Measured advice is kept because it is on the plateau; rule-only advice has to be recognised.
+    known = is_candidate(budget.max_num_batched_tokens, block, workload, rule.draft_slots)
+    if budget.blocks == 1 and budget.stalls_with_decodes and not known:
         found.append(Finding("no_headroom", {"above": budget.stalls_above_decodes}))
     if budget.slowdown is not None:
-        if budget.slowdown > SLOWDOWN_LINE:
+        if budget.slowdown > max(SLOWDOWN_LINE, noise):
             found.append(Finding("slowdown", {"slowdown": budget.slowdown}))
-    elif budget.idle_share > IDLE_LINE and not _asked_for(rule):
+    elif budget.idle_share > IDLE_LINE and not known and not _asked_for(rule):
         found.append(Finding("idle" if budget.blocks else "saw_tooth", {}))
     return found
 

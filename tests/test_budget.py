@@ -180,6 +180,24 @@ def test_fixed_cost_buys_blocks_until_the_plateau():
     assert all(max(c.slowdown, c.slowdown_with_decodes) > 0.03 for c in cheaper)
 
 
+def test_measured_slowdown_is_told_of_a_candidate_too():
+    # 200 is what the rule alone would suggest for one block and 8 sequences
+    rule = ChunkRule(128, 200)
+    assert recommend(rule, max_num_seqs=8).findings == ()
+    assert kinds(recommend(rule, max_num_seqs=8, cost=Affine(50_000.0, 30.0))) == ["slowdown"]
+
+
+@pytest.mark.parametrize("fixed_us", [0.0, 1_000.0, 50_000.0])
+@pytest.mark.parametrize("noise", [0.0, 0.12])
+@pytest.mark.parametrize("block", [128, 1152, 2096])
+def test_a_budget_recommended_from_cost_is_kept_silent(block, noise, fixed_us):
+    cost = Affine(fixed_us, 30.0, noise=noise)
+    first = recommend(ChunkRule(block, 2048), max_num_seqs=16, cost=cost)
+    value = first.recommended.max_num_batched_tokens
+    again = recommend(ChunkRule(block, value), max_num_seqs=16, cost=cost)
+    assert again.findings == ()
+
+
 def test_noise_widens_the_plateau():
     quiet = recommend(ChunkRule(1152, 2048), max_num_seqs=16, cost=Affine(50_000.0, 30.0))
     noisy = recommend(

@@ -70,7 +70,3 @@ def _as_dashes(argv: list[str]) -> list[str]:
         return flag.replace("_", "-") + eq + value if flag.startswith("--") else arg
 
     return [one(arg) for arg in argv]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

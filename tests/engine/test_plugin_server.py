@@ -61,13 +61,13 @@ class Server:
 
 @contextmanager
 def serve(
-    model: Path, folder: Path, *flags: str, env: dict[str, str] | None = None
+    model: Path, folder: Path, *flags: str, block: int = BLOCK, env: dict[str, str] | None = None
 ) -> Iterator[Server]:
     port, log = free_port(), folder / "server.log"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(model), "--served-model-name", "tiny", "--port", str(port),
-        "--host", "127.0.0.1", "--max-model-len", "20480", *tiny_server_flags(BLOCK), *flags,
+        "--host", "127.0.0.1", "--max-model-len", "20480", *tiny_server_flags(block), *flags,
     ]  # fmt: skip
     environment = {**os.environ, **TINY_ENGINE_ENV, **(env or {})}
     with log.open("w") as out:
@@ -154,3 +154,22 @@ def test_a_failing_plugin_leaves_one_line_and_a_serving_engine(model: Path, tmp_
     assert answer["usage"] == {**answer["usage"], "prompt_tokens": 3000, "completion_tokens": 3}
     assert "made to fail" in line
     assert "not affected" in line
+
+
+def test_with_a_table_of_this_device_it_speaks_in_slowdown(tmp_path: Path) -> None:
+    block = 128
+    model = write_tiny_model(tmp_path / "tiny-qwen3-next", block=block)
+    flags = [*tiny_server_flags(block), "--max-model-len", "8192", "--max-num-seqs", "8"]
+    calibrate = ["-m", "chunk_planner", "calibrate", str(model), "--time-limit", "25"]
+    calibrate += ["--output", str(tmp_path / "tables"), "--max-num-batched-tokens", "1100", *flags]
+    subprocess.run(
+        [sys.executable, *calibrate], env={**os.environ, **TINY_ENGINE_ENV}, check=True, timeout=400
+    )
+    env = {"CHUNK_PLANNER_TABLES": str(tmp_path / "tables")}
+    flags = ["--max-model-len", "8192", "--max-num-seqs", "8", "--max-num-batched-tokens", "200"]
+    with serve(model, tmp_path, *flags, block=block, env=env) as server:
+        used, warned = server.lines()
+    assert "step costs from" in used
+    assert re.search(r"Prefill steps of 128 tokens .*: 1\.\d\dx slower per token", warned)
+    assert "measured-engine on this device" in warned
+    assert 200 < suggested(warned) <= 1100
