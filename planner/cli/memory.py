@@ -5,13 +5,14 @@ import argparse
 from chunk_planner.cli.model_options import (
     add_memory_arguments,
     add_model_arguments,
+    add_usage_context,
+    default_budget_from,
     memory_from,
     settings_from,
 )
 from chunk_planner.cli.options import add_json, count
 from chunk_planner.cli.render import print_json, print_table
-from chunk_planner.geometry import default_budget, kv_left, resolve
-from chunk_planner.geometry.budgets import USAGE_CONTEXTS
+from chunk_planner.geometry import kv_left, resolve
 from chunk_planner.geometry.memory import GIB
 
 
@@ -30,21 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: what vLLM picks for this memory and usage context",
     )
     parser.add_argument("--max-num-seqs", type=count, metavar="N")
-    parser.add_argument("--usage-context", choices=USAGE_CONTEXTS, default="server")
+    add_usage_context(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    settings = settings_from(args)
-    geometry = resolve(args.model, settings)
-    defaults = default_budget(
-        args.gpu_memory,
-        args.usage_context,
-        geometry.vllm_version,
-        device_name=args.device_name,
-        world_size=settings.tensor_parallel_size * settings.pipeline_parallel_size,
-        max_model_len=geometry.max_model_len,
-    )
+    geometry = resolve(args.model, settings_from(args))
+    defaults = default_budget_from(args, geometry)
     budgets = args.max_num_batched_tokens or [defaults.max_num_batched_tokens]
     memory = memory_from(args, max_num_seqs=args.max_num_seqs or defaults.max_num_seqs)
     rows = [kv_left(geometry, memory, budget) for budget in budgets]

@@ -6,7 +6,14 @@ import re
 
 from chunk_planner.cli.options import count
 from chunk_planner.errors import PlannerError
-from chunk_planner.geometry import EngineSettings, MemorySettings
+from chunk_planner.geometry import (
+    DefaultBudget,
+    EngineSettings,
+    Geometry,
+    MemorySettings,
+    default_budget,
+)
+from chunk_planner.geometry.budgets import USAGE_CONTEXTS
 from chunk_planner.rule import SUPPORTED_VERSIONS
 
 _UNITS = {
@@ -143,4 +150,22 @@ def memory_from(args: argparse.Namespace, *, max_num_seqs: int = 256) -> MemoryS
         graph_bytes=args.graph_bytes,
         max_num_seqs=max_num_seqs,
         enforce_eager=args.enforce_eager,
+    )
+
+
+def add_usage_context(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that, with the memory, decides vLLM's own budget."""
+    parser.add_argument("--usage-context", choices=USAGE_CONTEXTS, default="server")
+
+
+def default_budget_from(args: argparse.Namespace, geometry: Geometry) -> DefaultBudget:
+    """What vLLM would set where the user names no budget; needs `--gpu-memory`."""
+    settings = geometry.settings
+    return default_budget(
+        args.gpu_memory,
+        args.usage_context,
+        geometry.vllm_version,
+        device_name=args.device_name,
+        world_size=settings.tensor_parallel_size * settings.pipeline_parallel_size,
+        max_model_len=geometry.max_model_len,
     )

@@ -14,8 +14,11 @@ from chunk_planner.recommendation import Constraints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from chunk_planner.cli.model_options import add_memory_arguments, add_model_arguments
-    from chunk_planner.geometry.budgets import USAGE_CONTEXTS
+    from chunk_planner.cli.model_options import (
+        add_memory_arguments,
+        add_model_arguments,
+        add_usage_context,
+    )
 
     parser.add_argument(
         "model",
@@ -37,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--table", metavar="FILE", help="tuning table (default: one measured on MODEL, if found)")
     add("--slo-itl-ms", type=float, metavar="MS", help="longest step a decode may share")
     add("--slo-ttft-s", type=float, metavar="S", help="longest prefill of the typical prompt")
-    add("--usage-context", choices=USAGE_CONTEXTS, default="server")
     add_model_arguments(parser, model=False, rule_flags=False)
     add_memory_arguments(parser, required=False)
+    add_usage_context(parser)
     add_json(parser)
 
 
@@ -104,8 +107,8 @@ def _from_flags(args: argparse.Namespace) -> dict:
 
 def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
     """What a model's config and vLLM's flags say about the engine they will start."""
-    from chunk_planner.cli.model_options import memory_from, settings_from
-    from chunk_planner.geometry import default_budget, kv_left, one_block_requests, resolve
+    from chunk_planner.cli.model_options import default_budget_from, memory_from, settings_from
+    from chunk_planner.geometry import kv_left, one_block_requests, resolve
     from chunk_planner.speculative import rule_fields
 
     args.vllm_version = args.vllm_version or ""
@@ -115,14 +118,7 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
     seqs = args.max_num_seqs
     budget = args.max_num_batched_tokens
     if args.gpu_memory is not None:
-        defaults = default_budget(
-            args.gpu_memory,
-            args.usage_context,
-            geometry.vllm_version,
-            device_name=args.device_name,
-            world_size=settings.tensor_parallel_size * settings.pipeline_parallel_size,
-            max_model_len=geometry.max_model_len,
-        )
+        defaults = default_budget_from(args, geometry)
         if seqs is None:
             seqs = defaults.max_num_seqs
         if budget is None:
