@@ -179,6 +179,26 @@ def test_known_step(run, device: str) -> None:
     assert out.checkpoint_offsets.tolist() == [0, 3456 - 1152, 0]
 
 
+@pytest.mark.parametrize(
+    ("rule", "rows", "num_running", "expected"),
+    [
+        # Three placeholders would cross the boundary at 1152: the lone token runs unpadded.
+        (PLAIN, [(100, 101, 50, 3), (1149, 1150, 1150, 3)], 1, [4, 1]),
+        # Too little room for the padded width: it waits.
+        (replace(PLAIN, max_num_batched_tokens=7), [(9, 10, 5, 3), (20, 21, 15, 3)], 1, [4, 0]),
+        # The lookahead reserve leaves the head of the queue nothing; that blocked before 0.33.
+        (RULES["multi_module_mtp_0_32"], [(1151, 1154, 1154, 0), (0, 500, 500, 0)], 0, [0, 0]),
+        (RULES["multi_module_mtp"], [(1151, 1154, 1154, 0), (0, 500, 500, 0)], 0, [0, 500]),
+    ],
+    ids=["padding_cut", "padding_waits", "reserve_blocks", "reserve_skips"],
+)
+@pytest.mark.parametrize("run", [plan_step, plan_step_reference])
+def test_rare_turns(run, rule, rows, num_running, expected, device: str) -> None:
+    rows = np.array([(*row, 0) for row in rows], np.int32)
+    out = run_on(run, device, rule, rows, num_running)
+    assert out.num_scheduled_tokens.tolist() == expected
+
+
 def test_other_rules_are_refused_by_name(device: str) -> None:
     class ForkedRule:
         block_size = 16
