@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from chunk_planner.budget import Recommendation, recommend
+from sweep_report import draw, print_recommendation, print_restart, print_sweep, progress_bar
+
+from chunk_planner.budget import recommend
 from chunk_planner.engine.step_timer import EngineInfo, Run, TimedEngine, Workload
 from chunk_planner.errors import PlannerError
 from chunk_planner.fit import aggregate, fit
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"chunk_sweep: {error}", file=sys.stderr)
     if "sweep" in result:
         (args.out / "sweep.json").write_text(json.dumps(result, indent=1) + "\n")
-        _draw(result, args.out / "sweep.png")
+        draw(result, args.out / "sweep.png")
         print(f"\nwrote {args.out / 'sweep.json'} and {args.out / 'sweep.png'}")
     if args.json:
         print(json.dumps(result, indent=1))
@@ -76,7 +78,7 @@ def _measure(args: argparse.Namespace, result: dict) -> None:
     block = engine.args.get("block_size")
     given = args.budget or (8192 if args.model else 100)
     largest = args.max_budget or (16 * block + 64 if block else max(16384, given))
-    with _progress() as progress, contextlib.ExitStack() as at_end:
+    with progress_bar() as progress, contextlib.ExitStack() as at_end:
         task = progress.add_task("starting the engine", total=None)
         started = at_end.enter_context(engine.start(largest, "sweep"))
         info = started.info
@@ -101,7 +103,7 @@ def _measure(args: argparse.Namespace, result: dict) -> None:
     )
     recommended = found.recommended.max_num_batched_tokens
     result["recommended_budget"] = recommended
-    _print_recommendation(found)
+    print_recommendation(found)
     if args.no_restart or recommended == given:
         return
     seconds: dict[int, list[float]] = {given: [], recommended: []}
@@ -110,14 +112,14 @@ def _measure(args: argparse.Namespace, result: dict) -> None:
     finally:
         if all(seconds.values()):
             result["restart"] = _restart_summary(seconds, args.prompt_tokens)
-            _print_restart(result["restart"])
+            print_restart(result["restart"])
 
 
 def _keep_sweep(result: dict, runs: list[Run], rule: ChunkRule) -> None:
     rows = _rows(runs, rule)
     if rows:
         result["sweep"] = rows
-        _print_sweep(result)
+        print_sweep(result)
 
 
 def _engine(args: argparse.Namespace) -> Engine:
@@ -235,7 +237,7 @@ def _confirm(engine: Engine, seconds: dict[int, list[float]], args, together: bo
         progress.update(task, advance=1, description=f"restarted, budget {budget}")
 
     with contextlib.ExitStack() as at_end:
-        progress = at_end.enter_context(_progress())
+        progress = at_end.enter_context(progress_bar())
         task = progress.add_task("restarting", total=None)
         if together:
             engines = {
@@ -267,92 +269,3 @@ def _restart_summary(seconds: dict[int, list[float]], prompt_tokens: int) -> dic
     given, recommended = rows
     speed_up = recommended["tokens_per_second"] / given["tokens_per_second"]
     return {"given": given, "recommended": recommended, "speed_up": speed_up}
-
-
-def _print_sweep(result: dict) -> None:
-    from chunk_planner.cli.render import print_table
-
-    print_table(
-        (
-            "budget",
-            "blocks",
-            "tokens/step",
-            "idle %",
-            "step ms p20",
-            "p50",
-            "p80",
-            "tokens/s",
-            "slowdown",
-        ),
-        [
-            (
-                row["max_num_batched_tokens"],
-                row["blocks"],
-                f"{row['tokens_per_step']:.0f}",
-                f"{100 * row['idle_share']:.0f}",
-                f"{row['step_p20_ms']:.1f}",
-                f"{row['step_p50_ms']:.1f}",
-                f"{row['step_p80_ms']:.1f}",
-                f"{row['tokens_per_second']:.0f}",
-                f"{row['slowdown']:.2f}x",
-            )
-            for row in result["sweep"]
-        ],
-        title=f"block {result['block_size']}, measured-engine on {result['engine']['device_name']}",
-    )
-
-
-def _print_recommendation(found: Recommendation) -> None:
-    from chunk_planner import advice
-
-    print()
-    for sentence in advice.reasons(found):
-        print(sentence)
-
-
-def _print_restart(restart: dict) -> None:
-    given, recommended = restart["given"], restart["recommended"]
-    print(
-        f"\nrestarted: {given['tokens_per_second']:.0f} tokens/s at the given budget "
-        f"{given['budget']}, {recommended['tokens_per_second']:.0f} at the recommended "
-        f"{recommended['budget']}: {restart['speed_up']:.2f}x (measured-engine, interleaved, "
-        f"medians of {len(given['seconds'])})"
-    )
-
-
-def _draw(result: dict, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = result["sweep"]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    budgets = [row["max_num_batched_tokens"] for row in rows]
-    axes.plot(budgets, [row["tokens_per_second"] for row in rows], "o-", color="tab:blue")
-    given, suggested = result["given_budget"], result.get("recommended_budget")
-    axes.axvline(given, color="tab:red", linestyle=":", label=f"given {given}")
-    if suggested:
-        axes.axvline(suggested, color="tab:green", linestyle="--", label=f"recommended {suggested}")
-    axes.set(
-        xlabel="max_num_batched_tokens",
-        ylabel="prefill tokens per second",
-        ylim=(0, None),
-        title=f"{result['engine']['device_name']}, block {result['block_size']}",
-    )
-    axes.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _progress():
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    return Progress(
-        TextColumn("{task.description:<24}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
