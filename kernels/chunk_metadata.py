@@ -322,28 +322,33 @@ def _check(
     return num_seqs, room
 
 
-def _variant(name: str, integer: str, chunk_size: int, absent: tuple[str, ...]) -> Variant:
-    arguments = {
-        "query_start_loc": f"*{integer}",
-        "num_computed_tokens": f"*{integer}",
-        "checkpoint_offsets": f"*{integer}",
-        **{field.name: f"*{integer}:16" for field in fields(ChunkMetadata)},
-        "num_seqs": "i32",
-        "room": "i32",
+def _variant(
+    name: str, chunk_size: int, absent: tuple[str, ...], wide: tuple[str, ...] = ()
+) -> Variant:
+    """`wide` tensors are int64, `absent` ones None."""
+    inputs = ("query_start_loc", "num_computed_tokens", "checkpoint_offsets")
+    outputs = tuple(field.name for field in fields(ChunkMetadata))
+    signature = {
+        each: ("*i64" if each in wide else "*i32") + ("" if each in inputs else ":16")
+        for each in inputs + outputs
+        if each not in absent
     }
     constexprs = {"CHUNK_SIZE": chunk_size, "BLOCK_SEQS": BLOCK_SEQS, "BLOCK_CHUNKS": BLOCK_CHUNKS}
     return Variant(
         name=name,
         kernel=chunk_metadata_kernel,
-        signature={key: value for key, value in arguments.items() if key not in absent},
+        signature={**signature, "num_seqs": "i32", "room": "i32"},
         constexprs={**constexprs, **dict.fromkeys(absent)},
     )
 
 
-_FLA_ABSENT = ("num_computed_tokens", "checkpoint_offsets", "cu_chunk_seqlens", "seq_idx")
-_FLA_ABSENT += ("last_chunk_indices", "checkpoint_chunk_indices")
+_MAMBA2 = ("cu_chunk_seqlens", "seq_idx", "last_chunk_indices", "checkpoint_chunk_indices")
+_FLA = ("chunk_indices", "chunk_offsets")
+_POSITIONS = ("num_computed_tokens", "checkpoint_offsets")
+# The last three as vLLM's builders want them: `planner/engine/gpu_metadata.py`.
 VARIANTS = [
-    _variant("chunk_metadata_fla", "i32", 64, _FLA_ABSENT),
-    _variant("chunk_metadata_mamba2", "i32", 256, ("chunk_indices",)),
-    _variant("chunk_metadata_all_i64", "i64", 64, ()),
+    _variant("chunk_metadata_everything", 64, ()),
+    _variant("chunk_metadata_gdn", 64, _POSITIONS + _MAMBA2, wide=("chunk_offsets",)),
+    _variant("chunk_metadata_mamba2", 256, (*_FLA, "checkpoint_offsets", _MAMBA2[-1])),
+    _variant("chunk_metadata_mamba2_checkpoints", 256, _FLA, wide=(_MAMBA2[-1],)),
 ]
