@@ -15,7 +15,8 @@ from statistics import median, quantiles
 from sweep_report import draw, print_recommendation, print_restart, print_sweep, progress_bar
 
 from chunk_planner.budget import recommend
-from chunk_planner.engine.step_timer import EngineInfo, Run, TimedEngine, Workload
+from chunk_planner.engine.step_timer import EngineInfo, Run, Workload
+from chunk_planner.engine.timed_engine import TimedEngine
 from chunk_planner.errors import PlannerError
 from chunk_planner.fit import aggregate, fit
 from chunk_planner.plan import plan_prefill

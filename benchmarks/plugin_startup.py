@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from chunk_planner.engine.step_timer import TimedEngine
+from chunk_planner.engine.timed_engine import TimedEngine
 from chunk_planner.engine.tiny_model import TINY_ENGINE_ENV, tiny_engine_args, write_tiny_model
 from chunk_planner.fit import aggregate, fit
 from chunk_planner.tables import engine_table

@@ -25,7 +25,8 @@ import numpy as np
 from chunk_planner.budget import recommend
 from chunk_planner.cost import StepCost
 from chunk_planner.engine.calibrate import measure_table
-from chunk_planner.engine.step_timer import Run, TimedEngine, Workload
+from chunk_planner.engine.step_timer import Run, Workload
+from chunk_planner.engine.timed_engine import TimedEngine
 from chunk_planner.engine.tiny_model import (
     TINY_ENGINE_ENV,
     keep_mamba2_without_checkpoints,
@@ -98,9 +99,16 @@ def main() -> int:
     start = time.monotonic()
     limit = args.calibrate_s or (60 if args.quick else 120)
     results = []
-    for case in QUICK if args.quick else FULL:
-        results.append(_run_case(case, out, args.repeats, limit, many=not args.quick))
-    report = _report(results) | {"seconds": round(time.monotonic() - start, 1)}
+    cases = QUICK if args.quick else FULL
+    try:
+        for case in cases:
+            results.append(_run_case(case, out, args.repeats, limit, many=not args.quick))
+    except KeyboardInterrupt:
+        print(f"interrupted after {len(results)} of {len(cases)} engines", file=sys.stderr)
+    if not results:
+        return 130
+    report = _report(results) | {"complete": len(results) == len(cases)}
+    report |= {"seconds": round(time.monotonic() - start, 1)}
     if args.json:
         print(json.dumps(report, indent=1))
     else:

@@ -7,7 +7,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from chunk_planner.cost import Point
-from chunk_planner.engine.step_timer import EngineInfo, Run, TimedEngine, Workload
+from chunk_planner.engine.step_timer import EngineInfo, Run, Workload
+from chunk_planner.engine.timed_engine import TimedEngine
 from chunk_planner.errors import PlannerError
 from chunk_planner.fit import aggregate, fit
 from chunk_planner.tables import Table, engine_table

@@ -1,26 +1,15 @@
 """Whole engine steps, timed: the only step timer of the project.
 
-The engine runs in a child process, in process there (so that its scheduler can be seen and its
-budget lowered between prompts) and with async scheduling off (it overlaps steps). The parent
-imports no vLLM, keeps what was measured whatever happens to the child, and owns Ctrl-C.
+The engine runs in process, so that its scheduler can be seen and its budget lowered between
+prompts, and with async scheduling off, which overlaps steps. `timed_engine` puts it into a child.
 
 One start measures every smaller budget: the buffers, graphs and KV pool stay those of the started
 budget, so a chosen budget is confirmed by a restart.
 """
 
-import multiprocessing
-import os
-import signal
 import sys
 import time
-import traceback
 from dataclasses import dataclass
-from pathlib import Path
-
-from chunk_planner.errors import PlannerError
-
-#: Set in every timed engine's process. Frequent log lines are host time inside a step.
-_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,115 +70,7 @@ class EngineInfo:
     fingerprint: dict
 
 
-class TimedEngine:
-    """An engine in a child process that runs workloads and times their steps.
-
-    Args:
-        engine_args: keyword arguments of vLLM's `EngineArgs`, or flags for vLLM's own parser.
-        log: file that takes what the engine prints.
-        env: environment variables of the engine's process.
-        patch: called in the child before the engine is built (importable, for spawning).
-
-    Raises:
-        PlannerError: the engine did not start, or ended during a run; names the log.
-    """
-
-    def __init__(
-        self, engine_args: dict | list[str], log: str | Path, env: dict | None = None, patch=None
-    ):
-        self.log = Path(log)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(
-            target=_child, args=(child, engine_args, str(self.log), (env or {}) | _ENV, patch)
-        )
-        start = time.perf_counter()
-        # What is read before the child's first line runs (OpenMP's settings) must be inherited.
-        with _environment((env or {}) | _ENV):
-            self._process.start()
-        child.close()
-        self.info: EngineInfo = self._receive()
-        self.start_s = time.perf_counter() - start
-
-    def run(self, workload: Workload) -> Run:
-        """Run `workload`, timing each step."""
-        self._pipe.send(workload)
-        return self._receive()
-
-    def close(self) -> None:
-        """End the engine's process."""
-        if self._process.is_alive():
-            try:
-                self._pipe.send(None)
-                self._process.join(10)
-            except OSError:
-                pass
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def __enter__(self) -> "TimedEngine":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.close()
-
-    def _receive(self):
-        try:
-            answer = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join(5)
-            answer = RuntimeError(f"exit code {self._process.exitcode}")
-        except BaseException:
-            self.close()
-            raise
-        if isinstance(answer, Exception):
-            self.close()
-            raise PlannerError(f"the engine ended ({answer}); its log is {self.log}")
-        return answer
-
-
-class _environment:
-    def __init__(self, values: dict):
-        self.values = values
-
-    def __enter__(self):
-        self.before = {name: os.environ.get(name) for name in self.values}
-        os.environ.update(self.values)
-
-    def __exit__(self, *error):
-        for name, value in self.before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _child(pipe, engine_args: dict | list[str], log: str, env: dict, patch) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.environ.update(env)
-    try:
-        if patch is not None:
-            patch()
-        engine = _InProcess(engine_args)
-        pipe.send(engine.info())
-        while (workload := pipe.recv()) is not None:
-            pipe.send(engine.run(workload))
-    except EOFError:
-        pass
-    except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
-        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error).strip()[:300]}"))
-
-
-class _InProcess:
+class InProcessEngine:
     """vLLM's LLMEngine in this process, with its scheduler in view."""
 
     def __init__(self, engine_args: dict | list[str]):

@@ -7,7 +7,8 @@ import pytest
 
 from chunk_planner.cli import main
 from chunk_planner.engine.calibrate import chunk_sizes, measure, measure_table, workloads
-from chunk_planner.engine.step_timer import EngineInfo, TimedEngine, Workload
+from chunk_planner.engine.step_timer import EngineInfo, Workload
+from chunk_planner.engine.timed_engine import TimedEngine
 from chunk_planner.engine.tiny_model import (
     TINY_ENGINE_ENV,
     keep_mamba2_without_checkpoints,
