@@ -147,7 +147,7 @@ def test_a_failing_plugin_leaves_one_line_and_a_serving_engine(model: Path, tmp_
     )
     env = {"PYTHONPATH": str(tmp_path)}
     with serve(model, tmp_path, "--max-num-batched-tokens", "2048", env=env) as server:
-        answer = server.complete(list(range(3000)), max_tokens=3)
+        answer = server.complete([3 + i % 500 for i in range(3000)], max_tokens=3)
         (line,) = server.lines()
     assert answer["usage"] == {**answer["usage"], "prompt_tokens": 3000, "completion_tokens": 3}
     assert "made to fail" in line
