@@ -20,7 +20,7 @@ from chunk_planner.kernels.variants import Variant
 
 #: Requests in a step, all in the registers of one program.
 MAX_REQUESTS = 1024
-#: Triton 3.9 spills nothing with 4 or 8. Triton 3.6 spills 8 bytes on sm_90 with 4, on sm_80 with 8.
+#: Triton 3.9 spills nothing with 4 or 8 warps; 3.6 spills 8 bytes on sm_90 with 4, on sm_80 with 8.
 NUM_WARPS = 8
 #: Rows of the workspace: what the visits read of each request.
 _WORKSPACE_ROWS = 9

@@ -15,7 +15,7 @@ import vllm
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 
-from chunk_planner.engine.plugin import LOGGER_NAME
+from chunk_planner.engine.plugin import LOGGER_NAME, guarded
 from chunk_planner.errors import PlannerError
 from chunk_planner.kernels.chunk_metadata import (
     ChunkMetadata,
@@ -48,15 +48,23 @@ def install() -> bool:
         return True
     with_checkpoints = release.version not in _WITHOUT_CHECKPOINTS
 
+    # What fails here must not fail the step: it is logged once, the engine builds its own lists.
+    own_gdn, own_mamba2 = guarded(gdn_lists), guarded(mamba2_lists)
+
     @functools.wraps(gdn)
     def _build_chunk_metadata(self, query_start_loc, query_start_loc_cpu, device):
-        if self.gdn_prefill_backend == "cutedsl":  # lists of its own, made on the device
-            return gdn(self, query_start_loc, query_start_loc_cpu, device)
-        return gdn_lists(query_start_loc, query_start_loc_cpu)
+        lists = None
+        # CuTe DSL has lists of its own, made on the device already.
+        if getattr(self, "gdn_prefill_backend", None) != "cutedsl":
+            lists = own_gdn(query_start_loc, query_start_loc_cpu)
+        return gdn(self, query_start_loc, query_start_loc_cpu, device) if lists is None else lists
 
     @functools.wraps(mamba2)
-    def _build_chunk_metadata_tensors(self, chunk_size, common, batch, checkpoint_offsets=None):
-        lists = mamba2_lists(chunk_size, common.num_prefills, batch, checkpoint_offsets)
+    def _build_chunk_metadata_tensors(self, chunk_size, common, batch, *checkpoint_offsets):
+        offsets = checkpoint_offsets[0] if checkpoint_offsets else None
+        lists = own_mamba2(chunk_size, common.num_prefills, batch, offsets)
+        if lists is None:
+            return mamba2(self, chunk_size, common, batch, *checkpoint_offsets)
         return lists if with_checkpoints else lists[:3]
 
     _build_chunk_metadata._chunk_planner = True

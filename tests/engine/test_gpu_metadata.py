@@ -144,3 +144,35 @@ def test_an_unknown_release_is_left_alone(monkeypatch, caplog) -> None:
     (record,) = caplog.records
     assert "CHUNK_PLANNER_GPU_METADATA is ignored" in record.getMessage()
     assert "0.99.0" in record.getMessage()
+
+
+def test_a_failing_list_falls_back_to_the_engines_own(monkeypatch, caplog) -> None:
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+    from chunk_planner.engine import gpu_metadata, plugin
+
+    def broken(*args):
+        raise RuntimeError("made to fail")
+
+    engines_own = GDNAttentionMetadataBuilder._build_chunk_metadata
+    monkeypatch.setattr(GDNAttentionMetadataBuilder, "_build_chunk_metadata", engines_own)
+    mamba2 = gpu_metadata.Mamba2AttentionMetadataBuilder
+    monkeypatch.setattr(
+        mamba2, "_build_chunk_metadata_tensors", mamba2._build_chunk_metadata_tensors
+    )
+    monkeypatch.setattr(gpu_metadata, "gdn_lists", broken)
+    monkeypatch.setattr(plugin, "_failed", False)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    assert gpu_metadata.install() is True
+    builder = object.__new__(GDNAttentionMetadataBuilder)
+    builder.gdn_prefill_backend = "triton"
+    query_start_loc = torch.tensor([0, 100, 300], dtype=torch.int32)
+    arguments = (query_start_loc, query_start_loc, torch.device("cpu"))
+    expected = engines_own(builder, *arguments)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            made = builder._build_chunk_metadata(*arguments)
+            assert [t.tolist() for t in made] == [t.tolist() for t in expected]
+    assert [r.getMessage() for r in caplog.records if "made to fail" in r.getMessage()] == [
+        "Chunk Planner steps aside, the engine is not affected: RuntimeError: made to fail"
+    ]
