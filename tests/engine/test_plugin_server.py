@@ -12,8 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from chunk_planner.engine.tiny_model import TINY_ENGINE_ENV, tiny_server_flags, 
 pytestmark = pytest.mark.engine
 
 BLOCK = 1152
+SUGGESTED = 2 * BLOCK + 64 + 512  # two blocks, 64 decodes, room for a short prompt
 START_SECONDS = 240
 MARK = "Chunk Planner"
 
@@ -39,12 +39,41 @@ def free_port() -> int:
 
 
 class Server:
-    """A running server and the log it has written so far."""
+    """A server in its own process; it starts at once and is ready after `ready()`."""
 
-    def __init__(self, log: Path, port: int) -> None:
-        self.log, self.port = log, port
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, block: int = BLOCK, env: dict | None = None
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self.port, self.log = free_port(), folder / "server.log"
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", "tiny", "--port", str(self.port),
+            "--host", "127.0.0.1", "--max-model-len", "20480", *tiny_server_flags(block), *flags,
+        ]  # fmt: skip
+        environment = {**os.environ, **TINY_ENGINE_ENV, **(env or {})}
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
 
-    def lines(self) -> list[str]:
+    def ready(self) -> "Server":
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=2):
+                    return self
+            except OSError:
+                time.sleep(0.5)
+        pytest.fail(
+            f"the server did not get ready in {START_SECONDS} s (exit code "
+            f"{self.process.poll()}):\n{self.log.read_text()[-3000:]}"
+        )
+
+    def said(self) -> list[str]:
+        """The plugin's lines in the log so far."""
         return [line for line in self.log.read_text().splitlines() if MARK in line]
 
     def complete(self, prompt: list[int], max_tokens: int = 2) -> dict:
@@ -58,87 +87,71 @@ class Server:
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
-
-@contextmanager
-def serve(
-    model: Path, folder: Path, *flags: str, block: int = BLOCK, env: dict[str, str] | None = None
-) -> Iterator[Server]:
-    port, log = free_port(), folder / "server.log"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(model), "--served-model-name", "tiny", "--port", str(port),
-        "--host", "127.0.0.1", "--max-model-len", "20480", *tiny_server_flags(block), *flags,
-    ]  # fmt: skip
-    environment = {**os.environ, **TINY_ENGINE_ENV, **(env or {})}
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    try:
-        wait_until_ready(process, port, log)
-        yield Server(log, port)
-    finally:
-        process.terminate()
+    def stop(self) -> None:
+        self.process.terminate()
         try:
-            process.wait(30)
+            self.process.wait(30)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self.process.kill()
+            self.process.wait()
 
 
-def wait_until_ready(process: subprocess.Popen, port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            pytest.fail(f"the server ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"the server was not ready after {START_SECONDS} s:\n{log.read_text()[-3000:]}")
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start servers; all are stopped when the test ends."""
+    started: list[Server] = []
+
+    def start(*args, **kwargs) -> Server:
+        started.append(Server(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.stop()
 
 
 def suggested(line: str) -> int:
     return int(re.search(r"--max-num-batched-tokens (\d+)", line)[1])
 
 
-def test_warns_once_and_the_suggested_value_does_not_warn(model: Path, tmp_path: Path) -> None:
-    flags = ["--max-num-seqs", "256", "--max-num-batched-tokens"]
-    with serve(model, tmp_path, *flags, "2048") as server:
-        server.complete(list(range(100)))
-        (line,) = server.lines()
+def test_what_it_says_of_two_blocks_worth_of_budget(model: Path, tmp_path: Path, serve) -> None:
+    """The published case, with the default number of sequences and with 1024."""
+    flags = ["--max-num-batched-tokens", "2048", "--max-num-seqs"]
+    typical = serve(model, tmp_path / "256", *flags, "256")
+    many = serve(model, tmp_path / "1024", *flags, "1024")
+    typical.ready().complete(list(range(100)))
+    many.ready()
+    (line,) = typical.said()
     assert "WARNING" in line
     assert "EngineCore" in line
     assert "44 %" in line
     assert "1152 of 2048 tokens" in line
-    # 896 tokens beside one block are room enough for 256 decodes
+    # 896 tokens beside one block are room enough for 256 decodes, not for 1024
     assert "decoding requests" not in line
-    assert "D = 64" in line
-    value = suggested(line)
-    assert value == 2 * BLOCK + 64 + 512
-
-    again = tmp_path / "again"
-    again.mkdir()
-    with serve(model, again, *flags, str(value)) as server:
-        server.complete(list(range(100)))
-        assert server.lines() == []
+    (crowded,) = many.said()
+    assert "44 %" in crowded
+    assert "more than 896 decoding requests" in crowded
+    assert "1024 requests can decode at once" in crowded
+    for said in (line, crowded):
+        assert "D = 64" in said
+        assert suggested(said) == SUGGESTED
 
 
-def test_a_budget_that_fits_the_grid_is_silent(model: Path, tmp_path: Path) -> None:
-    with serve(model, tmp_path, "--max-num-batched-tokens", "8192") as server:
-        assert server.lines() == []
+def test_the_suggested_budget_and_the_large_default_are_silent(
+    model: Path, tmp_path: Path, serve
+) -> None:
+    flags = ["--max-num-seqs", "256", "--max-num-batched-tokens"]
+    servers = [
+        serve(model, tmp_path / budget, *flags, budget) for budget in (str(SUGGESTED), "8192")
+    ]
+    for server in servers:
+        server.ready().complete(list(range(100)))
+        assert server.said() == []
 
 
-def test_more_sequences_than_one_block_leaves_room_for(model: Path, tmp_path: Path) -> None:
-    flags = ["--max-num-batched-tokens", "2048", "--max-num-seqs", "1024"]
-    with serve(model, tmp_path, *flags) as server:
-        (line,) = server.lines()
-    assert "44 %" in line
-    assert "more than 896 decoding requests" in line
-    assert "1024 requests can decode at once" in line
-    assert suggested(line) == 2 * BLOCK + 64 + 512
-
-
-def test_a_failing_plugin_leaves_one_line_and_a_serving_engine(model: Path, tmp_path: Path) -> None:
+def test_a_failing_plugin_leaves_one_line_and_a_serving_engine(
+    model: Path, tmp_path: Path, serve
+) -> None:
     # Python runs sitecustomize in every process it starts, the engine's included.
     (tmp_path / "sitecustomize.py").write_text(
         "import chunk_planner.engine.plugin as plugin\n"
@@ -146,15 +159,15 @@ def test_a_failing_plugin_leaves_one_line_and_a_serving_engine(model: Path, tmp_
         "plugin._observe = broken\n"
     )
     env = {"PYTHONPATH": str(tmp_path)}
-    with serve(model, tmp_path, "--max-num-batched-tokens", "2048", env=env) as server:
-        answer = server.complete([3 + i % 500 for i in range(3000)], max_tokens=3)
-        (line,) = server.lines()
+    server = serve(model, tmp_path, "--max-num-batched-tokens", "2048", env=env).ready()
+    answer = server.complete([3 + i % 500 for i in range(3000)], max_tokens=3)
     assert answer["usage"] == {**answer["usage"], "prompt_tokens": 3000, "completion_tokens": 3}
+    (line,) = server.said()
     assert "made to fail" in line
     assert "not affected" in line
 
 
-def test_with_a_table_of_this_device_it_speaks_in_slowdown(tmp_path: Path) -> None:
+def test_with_a_table_of_this_device_it_speaks_in_slowdown(tmp_path: Path, serve) -> None:
     block = 128
     model = write_tiny_model(tmp_path / "tiny-qwen3-next", block=block)
     flags = [*tiny_server_flags(block), "--max-model-len", "8192", "--max-num-seqs", "8"]
@@ -165,8 +178,7 @@ def test_with_a_table_of_this_device_it_speaks_in_slowdown(tmp_path: Path) -> No
     )
     env = {"CHUNK_PLANNER_TABLES": str(tmp_path / "tables")}
     flags = ["--max-model-len", "8192", "--max-num-seqs", "8", "--max-num-batched-tokens", "200"]
-    with serve(model, tmp_path, *flags, block=block, env=env) as server:
-        used, warned = server.lines()
+    used, warned = serve(model, tmp_path, *flags, block=block, env=env).ready().said()
     assert "step costs from" in used
     assert re.search(r"Prefill steps of 128 tokens .*: 1\.\d\dx slower per token", warned)
     assert "measured-engine on this device" in warned
