@@ -1,5 +1,6 @@
 """The command line: answers, JSON, and one-sentence refusals with exit code 2."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -139,3 +140,14 @@ def test_plan_loads_no_table_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
+
+
+@pytest.mark.parametrize("missing", ["vllm", "scipy"])
+def test_calibrate_says_what_it_needs_before_it_measures(capsys, monkeypatch, missing):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    error = refusal(capsys, "calibrate", "some-model")
+    assert f"{missing} is not installed" in error
+    assert "chunk-planner[engine]" in error

@@ -1,6 +1,7 @@
 """`chunk-planner calibrate`: measure step costs on a real engine and write a tuning table."""
 
 import argparse
+import importlib.util
 import shlex
 import sys
 import tempfile
@@ -51,6 +52,13 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    for package in ("vllm", "scipy"):
+        # before the engine starts: without scipy the fit would fail with everything measured
+        if importlib.util.find_spec(package) is None:
+            raise PlannerError(
+                f"{package} is not installed here; 'pip install chunk-planner[engine]' beside "
+                "the vLLM you serve with"
+            )
     flags = _flags_after_model(args)
     for name in ("time_limit", "context_tokens"):
         if getattr(args, name, 1) <= 0:
