@@ -149,9 +149,11 @@ def _limited(scored: Scored, limits: Constraints, rule: Rule) -> Scored:
             why = why or f"the KV cache left does not hold {limits.max_model_len} tokens"
     if limits.lmcache and not rule.block_size <= tokens < 2 * rule.block_size:
         why = why or f"LMCache needs {rule.block_size} <= budget < {2 * rule.block_size}"
-    over_itl = limits.slo_itl_ms and (budget.mixed_step_ms or 0) > limits.slo_itl_ms
-    if over_itl:
-        why = why or f"a mixed step takes {budget.mixed_step_ms:.0f} ms"
+    if limits.slo_itl_ms:
+        if budget.mixed_step_ms is None:
+            why = why or "its step with decodes was not measured"
+        elif budget.mixed_step_ms > limits.slo_itl_ms:
+            why = why or f"a mixed step takes {budget.mixed_step_ms:.0f} ms"
     if limits.slo_ttft_s and (budget.prompt_s or 0) > limits.slo_ttft_s:
         why = why or f"the prompt takes {budget.prompt_s:.1f} s"
     return replace(scored, budget=replace(budget, infeasible=why))

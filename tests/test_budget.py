@@ -228,6 +228,20 @@ def test_latency_bound_rules_out_long_steps():
         )
 
 
+def test_a_step_that_was_not_measured_meets_no_latency_bound():
+    # 16 decodes beside three blocks are 3472 tokens, more than was measured
+    found = recommend(
+        ChunkRule(1152, 2048),
+        max_num_seqs=16,
+        cost=Affine(50_000.0, 30.0, max_tokens=3460),
+        constraints=Constraints(slo_itl_ms=10_000.0),
+    )
+    assert found.recommended.mixed_step_ms is not None
+    unmeasured = [c for c in found.candidates if c.slowdown is not None and c.mixed_step_ms is None]
+    assert unmeasured
+    assert all(c.infeasible == "its step with decodes was not measured" for c in unmeasured)
+
+
 def test_latency_bound_without_measured_cost_is_refused():
     with pytest.raises(PlannerError, match="calibrate"):
         recommend(ChunkRule(1152, 2048), constraints=Constraints(slo_itl_ms=50.0))
