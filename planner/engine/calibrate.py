@@ -89,6 +89,9 @@ def workloads(info: EngineInfo, context_tokens: int = CONTEXT_TOKENS) -> list[Wo
         for size in sizes
         if size <= context
     ]
+    # A short prompt beside whole blocks fills a step to the budget: the range must reach it.
+    rest = budget - sizes[-1]
+    full = [Workload(budget, prompts=(min(3 * sizes[-1], context), rest))] if rest else []
     room = min(info.max_num_seqs - 1, info.kv_cache_tokens // max(1, 4 * block))
     crowds = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= room]
     middle = sizes[len(sizes) // 2]
@@ -115,7 +118,7 @@ def workloads(info: EngineInfo, context_tokens: int = CONTEXT_TOKENS) -> list[Wo
         Workload(sizes[-1], prompts=(context,), output_tokens=4),
         Workload(budget, decode_contexts=(context // 2,) * min(2, room), decode_steps=8),
     ]
-    return [one for one in alone + mixed + short + deep if _fits(one, info)]
+    return [one for one in alone + full + mixed + short + deep if _fits(one, info)]
 
 
 def _fits(workload: Workload, info: EngineInfo) -> bool:

@@ -189,6 +189,21 @@ def test_every_workload_fits_its_engine(engine_info: EngineInfo) -> None:
         assert workload.prompts or workload.decode_steps
 
 
+def test_a_step_of_the_whole_budget_is_measured(engine: TimedEngine) -> None:
+    """Whole blocks and a short prompt beside them; budgets with headroom reach such steps."""
+    table = measure_table(engine, time_limit_s=60, context_tokens=1000, on_run=_stop_after(16))
+    assert BUDGET % BLOCK
+    assert table.cost.max_tokens == BUDGET
+
+
+def _stop_after(runs: int):
+    def stop(seconds: float, measured) -> None:
+        if len(measured.warm_up) == runs:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def test_chunk_sizes_are_blocks_and_parts_of_one() -> None:
     assert chunk_sizes(1152, 8192) == [144, 288, 576, *(n * 1152 for n in range(1, 8))]
     assert chunk_sizes(2096, 2048) == [262, 524, 1048, 2048]
