@@ -69,7 +69,7 @@ def recommend(
             "slo_itl_ms and slo_ttft_s need measured step costs; measure them with "
             "'chunk-planner calibrate'"
         )
-    prompt = prompt_tokens or _reference_prompt(rule, limits, cost)
+    prompt = _reference_prompt(rule, limits, cost) if prompt_tokens is None else prompt_tokens
     scored = [evaluate(rule, workload, prompt, cost)]
     for blocks, option in _candidate_rules(rule, workload, limits, cost):
         scored.append(evaluate(option, workload, prompt, cost, blocks=blocks))

@@ -109,6 +109,10 @@ def test_flags_take_vllms_spellings(capsys):
             "--expected-decodes 5",
             "expected_decodes = 5",
         ),
+        (
+            "recommend --block-size 16 --max-num-batched-tokens 64 --prompt-tokens 0",
+            "num_prompt_tokens = 0 must be at least 1",
+        ),
         ("no-such-command", "no-such-command"),
     ],
 )
