@@ -22,7 +22,9 @@ from chunk_planner.kernels.chunk_metadata import (
     chunk_metadata_reference,
     max_chunks,
 )
-from chunk_planner.kernels.chunk_plan import StepTensors, plan_step, plan_step_reference
+from chunk_planner.kernels.chunk_plan import plan_step
+from chunk_planner.kernels.plan_reference import plan_step_reference
+from chunk_planner.kernels.step_tensors import StepTensors
 from chunk_planner.kernels.testing import assert_close
 from chunk_planner.rule import ChunkRule
 

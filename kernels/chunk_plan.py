@@ -9,41 +9,18 @@ is the caller's `ChunkRule`, read as plain data; no other rule can run on a devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from chunk_planner.kernels.step_tensors import MAX_REQUESTS, StepTensors, check, shapes
 from chunk_planner.kernels.variants import Variant
 
-#: Requests in a step, all in the registers of one program.
-MAX_REQUESTS = 1024
 #: Triton 3.9 spills nothing with 4 or 8 warps; 3.6 spills 8 bytes on sm_90 with 4, on sm_80 with 8.
 NUM_WARPS = 8
-#: Rows of the workspace: what the visits read of each request.
-_WORKSPACE_ROWS = 9
-
-
-@dataclass(frozen=True)
-class StepTensors:
-    """Preallocated outputs of `plan_step` for R requests; tensors are contiguous on one device."""
-
-    num_scheduled_tokens: torch.Tensor  # [R] int32, 0 for a request that has to wait
-    chunk_end: torch.Tensor  # [R] int32, where the request stands afterwards
-    query_start_loc: torch.Tensor  # [R + 1] int32, first token of each in the packed batch
-    has_initial_state: torch.Tensor  # [R] bool, the chunk starts from a state
-    is_checkpoint: torch.Tensor  # [R] bool, a prefill whose state is cached, at its end or inside
-    checkpoint_column: torch.Tensor  # [R] int32, block-table column it goes to, -1 for none
-    checkpoint_offsets: torch.Tensor  # [R] int32, tokens into the chunk of one inside it, or 0
-    workspace: torch.Tensor  # [9, R] int32, overwritten
-
-    @classmethod
-    def empty(cls, num_requests: int, device: torch.device | str) -> StepTensors:
-        """Uninitialised outputs for `num_requests` requests."""
-        shapes = _shapes(num_requests)
-        return cls(**{n: torch.empty(s, dtype=t, device=device) for n, (s, t) in shapes.items()})
 
 
 def plan_step(
@@ -83,7 +60,7 @@ def plan_step(
             dtype, shape, layout or device than documented.
     """
     inputs = (num_computed_tokens, num_tokens, num_prompt_tokens, num_draft_tokens)
-    num_requests = _check(inputs, is_waiting, shared_prefix_boundary, out)
+    num_requests = check(inputs, is_waiting, shared_prefix_boundary, out)
     plan_step_kernel[(1,)](
         *inputs,
         is_waiting,
@@ -390,135 +367,6 @@ def plan_step_kernel(
     tl.store(checkpoint_offsets + rows, tl.where(exported_at > 0, exported_at - start, 0), mask)
 
 
-def plan_step_reference(
-    rule: Any,
-    num_computed_tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    num_prompt_tokens: torch.Tensor,
-    num_draft_tokens: torch.Tensor,
-    is_waiting: torch.Tensor,
-    out: StepTensors,
-    *,
-    shared_prefix_boundary: torch.Tensor | None = None,
-    max_num_seqs: int | None = None,
-) -> StepTensors:
-    """`plan_step` request by request on the host, with the rule's own methods; for any rule."""
-    inputs = (num_computed_tokens, num_tokens, num_prompt_tokens, num_draft_tokens)
-    _check(inputs, is_waiting, shared_prefix_boundary, out)
-    starts, totals, prompts, drafts = (tensor.tolist() for tensor in inputs)
-    waits = is_waiting.tolist()
-    junctions = [0] * len(starts)
-    if shared_prefix_boundary is not None:
-        junctions = shared_prefix_boundary.tolist()
-    present = sum(total > 0 for total in totals)
-    seats = present if max_num_seqs is None else max_num_seqs
-    seats -= present - sum(waits)
-    threshold, slots = rule.threshold(present), rule.draft_slots
-    tokens_left, inputs_left = rule.scheduled_budget, rule.max_num_batched_tokens
-    sizes = [0] * len(starts)
-    columns, offsets = [-1] * len(starts), [0] * len(starts)
-    prefill_runs = False
-    for row, (start, total, prompt) in enumerate(zip(starts, totals, prompts, strict=True)):
-        room = min(tokens_left, inputs_left - slots)
-        if room <= 0 or (waits[row] and seats <= 0):
-            break
-        prefill_end = max(prompt, total - 1)
-        padding = 0
-        if not waits[row]:
-            wanted = total + drafts[row] - start
-        else:
-            wanted = total - start
-            if wanted == 1 and not prefill_runs and (start > 0 or any(sizes[: waits.index(True)])):
-                padding = drafts[row]
-            if padding and 1 + padding > room:
-                break
-            wanted += padding
-        wanted = max(0, min(wanted, threshold or wanted, room))
-        aligned = rule.split(start, wanted, prompt, total, junctions[row])
-        if 0 < aligned <= padding:
-            aligned = 1
-        size = rule.reserve(total - start, aligned)
-        if size == 0:
-            if waits[row] and not (aligned and rule.release.reserve_skips_waiting):
-                break
-            continue
-        if waits[row]:
-            seats -= 1
-        else:
-            prefill_runs |= start < prefill_end
-        sizes[row] = size
-        tokens_left -= size
-        inputs_left -= size + slots
-        end = start + size
-        if start < prefill_end:
-            inside = rule.exported_checkpoint(start, end, prefill_end) if end >= prefill_end else 0
-            if inside or rule.caches_state(end, prompt, junctions[row]):
-                columns[row] = -(-end // rule.block_size) - (2 if inside else 1)
-            offsets[row] = inside - start if inside else 0
-
-    results = {
-        "num_scheduled_tokens": sizes,
-        "chunk_end": [start + size for start, size in zip(starts, sizes, strict=True)],
-        "query_start_loc": [sum(sizes[:row]) for row in range(len(sizes) + 1)],
-        "has_initial_state": [start > 0 for start in starts],
-        "is_checkpoint": [column >= 0 for column in columns],
-        "checkpoint_column": columns,
-        "checkpoint_offsets": offsets,
-    }
-    for name, values in results.items():
-        tensor = getattr(out, name)
-        tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
-    return out
-
-
-def _shapes(num_requests: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    rows = (num_requests,)
-    return {
-        "num_scheduled_tokens": (rows, torch.int32),
-        "chunk_end": (rows, torch.int32),
-        "query_start_loc": ((num_requests + 1,), torch.int32),
-        "has_initial_state": (rows, torch.bool),
-        "is_checkpoint": (rows, torch.bool),
-        "checkpoint_column": (rows, torch.int32),
-        "checkpoint_offsets": (rows, torch.int32),
-        "workspace": ((_WORKSPACE_ROWS, num_requests), torch.int32),
-    }
-
-
-def _check(
-    inputs: tuple[torch.Tensor, ...],
-    is_waiting: torch.Tensor,
-    shared_prefix_boundary: torch.Tensor | None,
-    out: StepTensors,
-) -> int:
-    """The number of requests, from tensors that fit together."""
-    num_requests, device = len(inputs[0]), inputs[0].device
-    if num_requests > MAX_REQUESTS:
-        raise ValueError(
-            f"a step of {num_requests} requests is too wide: the kernel plans up to "
-            f"{MAX_REQUESTS}, chunk_planner.batch.plan_step any number on the host"
-        )
-    names = ("num_computed_tokens", "num_tokens", "num_prompt_tokens", "num_draft_tokens")
-    rows = (num_requests,)
-    expected = {
-        name: (tensor, rows, torch.int32) for name, tensor in zip(names, inputs, strict=True)
-    }
-    expected["is_waiting"] = (is_waiting, rows, torch.bool)
-    if shared_prefix_boundary is not None:
-        expected["shared_prefix_boundary"] = (shared_prefix_boundary, rows, torch.int32)
-    for name, (shape, dtype) in _shapes(num_requests).items():
-        expected[f"out.{name}"] = (getattr(out, name), shape, dtype)
-    for name, (tensor, shape, dtype) in expected.items():
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            found = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"{name} is {found}; it must be {dtype} {shape}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} is not contiguous; pass a contiguous tensor")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, num_computed_tokens on {device}")
-    return num_requests
-
-
 _FLAGS = (
     "HAS_CHECKPOINTS",
     "PARTIAL_HITS",
@@ -532,7 +380,7 @@ _FLAGS = (
 
 
 def _variant(name: str, *flags: str, junctions: bool = True) -> Variant:
-    outputs = {n: "*i1:16" if t == torch.bool else "*i32:16" for n, (_, t) in _shapes(1).items()}
+    outputs = {n: "*i1:16" if t == torch.bool else "*i32:16" for n, (_, t) in shapes(1).items()}
     inputs = ("num_computed_tokens", "num_tokens", "num_prompt_tokens", "num_draft_tokens")
     signature = {**dict.fromkeys(inputs, "*i32:16"), "is_waiting": "*i1:16"}
     constexprs = {flag: flag in flags for flag in _FLAGS}

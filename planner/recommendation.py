@@ -6,6 +6,7 @@ from typing import Protocol
 
 from chunk_planner.candidates import Workload
 from chunk_planner.diagnosis import Finding
+from chunk_planner.errors import PlannerError
 from chunk_planner.evaluate import Budget
 from chunk_planner.rule import Rule
 
@@ -27,6 +28,9 @@ class Constraints:
         lmcache: LMCache is configured; it works only with budgets in [B, 2B).
         slo_itl_ms: longest step a decode may share, in milliseconds; needs measured cost.
         slo_ttft_s: longest prefill of the reference prompt, in seconds; needs measured cost.
+
+    Raises:
+        PlannerError: a limit that is not above 0, by name.
     """
 
     max_model_len: int | None = None
@@ -34,6 +38,12 @@ class Constraints:
     lmcache: bool = False
     slo_itl_ms: float | None = None
     slo_ttft_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "slo_itl_ms", "slo_ttft_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:  # NaN included
+                raise PlannerError(f"{name} = {value} must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

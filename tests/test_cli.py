@@ -113,6 +113,19 @@ def test_flags_take_vllms_spellings(capsys):
             "recommend --block-size 16 --max-num-batched-tokens 64 --prompt-tokens 0",
             "num_prompt_tokens = 0 must be at least 1",
         ),
+        (
+            "recommend --block-size 16 --max-num-batched-tokens 64 --max-model-len 0",
+            "max_model_len = 0 must be above 0",
+        ),
+        (
+            "recommend --block-size 16 --max-num-batched-tokens 64 --slo-itl-ms 0",
+            "slo_itl_ms = 0.0 must be above 0",
+        ),
+        (
+            "recommend --block-size 16 --max-num-batched-tokens 64 --tensor-parallel-size 2 "
+            "--gpu-memory 80GB",
+            "--tensor-parallel-size, --gpu-memory: says something about a model only; give MODEL",
+        ),
         ("no-such-command", "no-such-command"),
     ],
 )

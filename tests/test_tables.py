@@ -164,7 +164,7 @@ def test_each_wrong_field_is_named(table: Table, change, says: str, tmp_path: Pa
 def test_files_that_are_no_tables(content: bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(PlannerError, match=says):
+    with pytest.raises(PlannerError, match=f"{says}.*; measure again with 'chunk-planner cal"):
         load_table(path)
 
 
@@ -176,7 +176,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
         load_table(path)
     with pytest.raises(PlannerError, match="cannot be read"):
         load_table(tmp_path)
-    with pytest.raises(PlannerError, match="cannot be read: No such file"):
+    with pytest.raises(PlannerError, match=r"cannot be read: No such file.*tables list"):
         load_table(tmp_path / "none.json")
 
 

@@ -40,10 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--table", metavar="FILE", help="tuning table (default: one measured on MODEL, if found)")
     add("--slo-itl-ms", type=float, metavar="MS", help="longest step a decode may share")
     add("--slo-ttft-s", type=float, metavar="S", help="longest prefill of the typical prompt")
+    add_json(parser)
+    anywhere = vars(parser.parse_args([]))
     add_model_arguments(parser, model=False, rule_flags=False)
     add_memory_arguments(parser, required=False)
     add_usage_context(parser)
-    add_json(parser)
+    every = vars(parser.parse_args([]))
+    parser.set_defaults(of_a_model={n: v for n, v in every.items() if n not in anywhere})
 
 
 def run(args: argparse.Namespace) -> None:
@@ -97,6 +100,13 @@ def _from_flags(args: argparse.Namespace) -> dict:
     for flag in ("block_size", "max_num_batched_tokens"):
         if getattr(args, flag) is None:
             raise PlannerError(f"give MODEL, or --{flag.replace('_', '-')}")
+    ignored = [name for name, default in args.of_a_model.items() if getattr(args, name) != default]
+    if ignored:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        raise PlannerError(
+            f"{flags}: says something about a model only; give MODEL too, a folder with config.json"
+            " or a well-known name"
+        )
     return {
         "rule": rule_from(args),
         "max_num_seqs": 256 if args.max_num_seqs is None else args.max_num_seqs,

@@ -143,10 +143,17 @@ def load_table(path: str | Path) -> Table:
     """Read and check a table file.
 
     Raises:
-        PlannerError: the file cannot be read or is not a table; names the file and the field.
+        PlannerError: the file cannot be read or is not a table; names the file, the field and
+            what to do about it.
     """
     path = Path(path)
-    return check(read_json(path), path)
+    try:
+        return check(read_json(path), path)
+    except PlannerError as error:
+        fix = "measure again with 'chunk-planner calibrate'"
+        if isinstance(error.__cause__, OSError):
+            fix = "'chunk-planner tables list' shows the tables there are"
+        raise PlannerError(f"{error}; {fix}") from None
 
 
 def read_json(path: Path) -> object:
@@ -166,7 +173,7 @@ def read_json(path: Path) -> object:
     except PlannerError:
         raise
     except OSError as error:
-        raise PlannerError(f"{path}: cannot be read: {error.strerror}") from None
+        raise PlannerError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         reason = str(error).split("\n")[0][:120] or type(error).__name__
         raise PlannerError(f"{path}: not a table: {reason}") from None
@@ -184,8 +191,7 @@ def check(data: object, path: Path | None = None) -> Table:
     version, evidence = data.get("schema_version"), data.get("evidence")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise PlannerError(
-            f"{where}: schema_version is {_short(version)}; this release reads {SCHEMA_VERSION}. "
-            "Measure again with 'chunk-planner calibrate'"
+            f"{where}: schema_version is {_short(version)}; this release reads {SCHEMA_VERSION}"
         )
     if not isinstance(evidence, str) or evidence not in SCHEMAS:
         raise PlannerError(

@@ -16,11 +16,9 @@ from chunk_planner.kernels.chunk_metadata import (  # noqa: E402
     chunk_metadata_reference,
     max_chunks,
 )
-from chunk_planner.kernels.chunk_plan import (  # noqa: E402
-    StepTensors,
-    plan_step,
-    plan_step_reference,
-)
+from chunk_planner.kernels.chunk_plan import plan_step  # noqa: E402
+from chunk_planner.kernels.plan_reference import plan_step_reference  # noqa: E402
+from chunk_planner.kernels.step_tensors import StepTensors  # noqa: E402
 from chunk_planner.rule import ChunkRule  # noqa: E402
 
 PLAIN = ChunkRule(block_size=1152, max_num_batched_tokens=8192)
