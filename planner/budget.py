@@ -74,8 +74,8 @@ def recommend(
     for blocks, option in _candidate_rules(rule, workload, limits, cost):
         scored.append(evaluate(option, workload, prompt, cost, blocks=blocks))
     current, *options = _with_slowdowns([_limited(one, limits, rule) for one in scored])
-    noise = cost.noise if cost else 0.0
-    findings = diagnose(rule, current, workload, lmcache=limits.lmcache, noise=noise)
+    uncertainty = cost.uncertainty if cost else 0.0
+    findings = diagnose(rule, current, workload, lmcache=limits.lmcache, uncertainty=uncertainty)
     if cost is None:
         recommended, notes = choose_by_rule(current, options, findings, rule.block_size)
     else:

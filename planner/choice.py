@@ -8,7 +8,7 @@ from chunk_planner.errors import PlannerError
 from chunk_planner.evaluate import Budget
 from chunk_planner.score import StepCost
 
-#: A budget this close to the best is on the plateau; the measurement's noise widens it.
+#: A budget this close to the best is on the plateau; the measurement's uncertainty widens it.
 PLATEAU = 0.03
 
 
@@ -41,7 +41,7 @@ def choose_by_cost(
     current: Budget, options: Sequence[Budget], cost: StepCost, block_size: int
 ) -> tuple[Budget, list[Finding]]:
     """The smallest budget on the plateau, alone and with decodes."""
-    tolerance = max(PLATEAU, cost.noise)
+    tolerance = max(PLATEAU, cost.uncertainty)
     feasible = [
         one for one in [current, *options] if one.infeasible is None and one.slowdown is not None
     ]

@@ -32,11 +32,16 @@ class Finding:
 
 
 def diagnose(
-    rule: Rule, budget: Budget, workload: Workload, *, lmcache: bool = False, noise: float = 0.0
+    rule: Rule,
+    budget: Budget,
+    workload: Workload,
+    *,
+    lmcache: bool = False,
+    uncertainty: float = 0.0,
 ) -> list[Finding]:
     """Findings about `budget`, the rule's own, most serious first; empty where all is well.
 
-    A slowdown inside the measurement's `noise` is none.
+    A slowdown inside the measurement's `uncertainty` is none.
     """
     found = []
     block = rule.block_size
@@ -52,7 +57,7 @@ def diagnose(
     if budget.blocks == 1 and budget.stalls_with_decodes and not known:
         found.append(Finding("no_headroom", {"above": budget.stalls_above_decodes}))
     if budget.slowdown is not None:
-        if budget.slowdown > max(SLOWDOWN_LINE, noise):
+        if budget.slowdown > max(SLOWDOWN_LINE, uncertainty):
             found.append(Finding("slowdown", {"slowdown": budget.slowdown}))
     elif budget.idle_share > IDLE_LINE and not known and not _asked_for(rule):
         found.append(Finding("idle" if budget.blocks else "saw_tooth", {}))

@@ -22,8 +22,8 @@ class StepCost(Protocol):
     max_tokens: int
     #: longest context that was measured, in tokens
     max_context_tokens: int
-    #: relative spread of repeated measurements, 0.02 = 2 %
-    noise: float
+    #: relative difference below which two predicted times are the same, 0.02 = 2 %
+    uncertainty: float
 
     def step_us(
         self, prefill: Sequence[tuple[int, int]] = (), decode_kv: Sequence[int] = ()

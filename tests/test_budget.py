@@ -20,7 +20,7 @@ class Affine:
     min_tokens: int = 1
     max_tokens: int = 16384
     max_context_tokens: int = 131072
-    noise: float = 0.0
+    uncertainty: float = 0.0
     evidence: str = "measured-engine"
 
     def step_us(
@@ -188,20 +188,20 @@ def test_measured_slowdown_is_told_of_a_candidate_too():
 
 
 @pytest.mark.parametrize("fixed_us", [0.0, 1_000.0, 50_000.0])
-@pytest.mark.parametrize("noise", [0.0, 0.12])
+@pytest.mark.parametrize("uncertainty", [0.0, 0.12])
 @pytest.mark.parametrize("block", [128, 1152, 2096])
-def test_a_budget_recommended_from_cost_is_kept_silent(block, noise, fixed_us):
-    cost = Affine(fixed_us, 30.0, noise=noise)
+def test_a_budget_recommended_from_cost_is_kept_silent(block, uncertainty, fixed_us):
+    cost = Affine(fixed_us, 30.0, uncertainty=uncertainty)
     first = recommend(ChunkRule(block, 2048), max_num_seqs=16, cost=cost)
     value = first.recommended.max_num_batched_tokens
     again = recommend(ChunkRule(block, value), max_num_seqs=16, cost=cost)
     assert again.findings == ()
 
 
-def test_noise_widens_the_plateau():
+def test_uncertainty_widens_the_plateau():
     quiet = recommend(ChunkRule(1152, 2048), max_num_seqs=16, cost=Affine(50_000.0, 30.0))
     noisy = recommend(
-        ChunkRule(1152, 2048), max_num_seqs=16, cost=Affine(50_000.0, 30.0, noise=0.2)
+        ChunkRule(1152, 2048), max_num_seqs=16, cost=Affine(50_000.0, 30.0, uncertainty=0.2)
     )
     assert noisy.recommended.max_num_batched_tokens < quiet.recommended.max_num_batched_tokens
 

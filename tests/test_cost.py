@@ -107,19 +107,26 @@ def test_outside_the_measured_range_it_names_the_command() -> None:
         fit(measured_points()[:1])
 
 
-def curve(us_per_token: dict[int, float], noise: float = 0.0) -> StepCost:
+def curve(
+    us_per_token: dict[int, float], noise: float = 0.0, error: float | None = None
+) -> StepCost:
     sizes = sorted(us_per_token)
     times = [n * us_per_token[n] for n in sizes]
-    return StepCost(tuple(sizes), tuple(times), 0, 0, 0, 0, 10**6, noise, 0, 0)
+    return StepCost(
+        tuple(sizes), tuple(times), 0, 0, 0, 0, 10**6, noise, noise if error is None else error, 0
+    )
 
 
-def test_the_knee_is_the_smallest_size_inside_the_noise() -> None:
+def test_the_knee_is_the_smallest_size_inside_the_uncertainty() -> None:
     per_token = {128: 40.0, 512: 21.0, 1024: 20.3, 2048: 20.0}
     assert curve(per_token).plateau().knee_tokens == 2048
     assert curve(per_token).plateau().open_ended
     flat = curve(per_token, noise=0.02).plateau()
     assert (flat.knee_tokens, flat.best_tokens, flat.open_ended) == (1024, 2048, False)
     assert curve(per_token, noise=0.06).plateau().knee_tokens == 512
+    # repeats that spread do not blur a curve whose points agree, nor the other way round
+    assert curve(per_token, noise=0.06, error=0.02).plateau().knee_tokens == 1024
+    assert curve(per_token, noise=0.02, error=0.06).plateau().knee_tokens == 1024
 
 
 def test_knots_are_interpolated() -> None:
