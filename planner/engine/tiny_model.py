@@ -45,6 +45,7 @@ _QWEN3_NEXT = {
     # AVX-512 BF16 it is most of a token's cost, where a step's fixed cost is what should show.
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
@@ -58,6 +59,7 @@ _GRANITE4 = {
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
     "mamba_d_state": 128,
+    "mamba_d_conv": 4,
     "mamba_n_groups": 1,
     "mamba_expand": 2,
     "intermediate_size": 128,

@@ -124,6 +124,13 @@ def test_the_command_writes_a_table_that_is_used(
     answer = json.loads(capsys.readouterr().out)
     assert answer["evidence"] == "measured-engine"
     assert answer["recommended"]["max_num_batched_tokens"] > 120
+    # by the model's name alone, as after a calibrate that wrote into the user's folder
+    monkeypatch.setenv("CHUNK_PLANNER_TABLES", str(tmp_path))
+    of_model = ["--device-name", "cpu", "--max-model-len", "3000", *size]
+    assert main(["recommend", str(model), *of_model, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["evidence"], answer["block_size"]) == ("measured-engine", BLOCK)
+    assert answer["recommended"]["max_num_batched_tokens"] > 120
     log = tmp_path / "engine.log"
     here = {"CHUNK_PLANNER_TABLES": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / "config")}
     with TimedEngine(arguments(model, budget=120), log, TINY_ENGINE_ENV | here):
