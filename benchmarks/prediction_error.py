@@ -102,7 +102,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     limit = args.calibrate_s or (60 if args.quick else 120)
-    repeats = args.repeats or (5 if args.quick else 9)
+    default = 5 if args.quick else 9
+    repeats = default if args.repeats is None else args.repeats
     if repeats < FEWEST_REPEATS:
         parser.error(f"--repeats {repeats}: a p20 takes at least {FEWEST_REPEATS}")
     results = []
