@@ -61,6 +61,24 @@ def test_buffers_outgrow_the_cache_and_fit_the_memory(monkeypatch):
     assert timing.buffer_sets(1000) == timing.MAX_CALLS_PER_REPLAY
 
 
+def test_a_replay_lasts_long_enough_although_the_first_of_a_graph_is_slow(monkeypatch):
+    class Graph:
+        def __init__(self, calls):
+            self.us, self.upload_us = 10.0 * len(calls), 400.0
+
+        def replay_us(self):
+            upload_us, self.upload_us = self.upload_us, 0.0
+            return self.us + upload_us
+
+    monkeypatch.setattr(timing, "require_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(timing, "warm", lambda _: None)
+    monkeypatch.setattr(timing, "_graph", Graph)
+    monkeypatch.setattr(timing, "_replay_us", Graph.replay_us)
+    found = timing.time_calls({"ten": [lambda: None]})["ten"]
+    assert found.p50_us * found.calls_per_repeat == timing.MIN_REPLAY_US
+    assert found.p50_us == found.p80_us == 10.0
+
+
 @needs_gpu
 def test_twice_the_bytes_take_longer():
     small, large = (torch.empty(n, dtype=torch.uint8, device="cuda") for n in (2**27, 2**29))
