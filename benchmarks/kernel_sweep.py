@@ -61,18 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine-args",
-        type=json.loads,
+        type=_json_object,
         metavar="JSON",
         help="where vLLM is installed, time whole steps too, with these engine arguments"
         " (default: for a --model folder with weights, with vLLM's own defaults)",
     )
 
 
+def _json_object(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no object like {{"dtype": "bfloat16"}}')
+    return found
+
+
 def run(args: argparse.Namespace) -> int:
     """Checks, times and writes; returns 0, 1 for a wrong result, 2 for no GPU or a bad request."""
     deadline = time.monotonic() + args.time_limit
     try:
-        import triton  # noqa: F401
+        from triton.errors import TritonError
 
         from chunk_planner.kernels import timing
 
@@ -105,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     except AssertionError as error:
         report.stop(f"wrong result, so nothing was timed: {error}")
         return 1
-    except RuntimeError as error:  # out of memory, a launch the device refuses
+    except (RuntimeError, TritonError) as error:  # out of memory, a launch the device refuses
         report.stop(f"{type(error).__name__}: {error}".splitlines()[0])
         return 1
     except KeyboardInterrupt:
@@ -120,14 +130,18 @@ def whole_steps(args: argparse.Namespace, deadline: float) -> int:
 
     They get the time left, but no less than a round of them takes.
 
-    Returns 1 if an engine did not start; the kernels' rows are on disk by then.
+    Returns 1 if an engine did not start, or Ctrl-C came before it measured anything; the kernels'
+    rows are on disk by then.
     """
     models = [m for m in args.model or () if args.engine_args is not None or _has_weights(m)]
     if not models or importlib.util.find_spec("vllm") is None:
         return 0
+    import torch
+
     from chunk_planner.engine.calibrate import calibrate
     from chunk_planner.errors import PlannerError
 
+    torch.cuda.empty_cache()  # the engine, another process, asks for nearly the whole device
     for model in models:
         engine_args = {
             "model": model,
@@ -144,8 +158,8 @@ def whole_steps(args: argparse.Namespace, deadline: float) -> int:
             left = max(WHOLE_STEPS_S, deadline - time.monotonic())
             table = calibrate(engine_args, log, time_limit_s=left, command=_command())
             print(table.write(args.out))
-        except PlannerError as error:
-            print(f"chunk_sweep: {model}: {error}", file=sys.stderr)
+        except (PlannerError, KeyboardInterrupt) as error:
+            print(f"chunk_sweep: {model}: {str(error) or 'Ctrl-C'}", file=sys.stderr)
             return 1
     return 0
 
@@ -225,10 +239,23 @@ def machine(device) -> dict[str, object]:
 def _shapes(args: argparse.Namespace) -> list:
     from kernel_shapes import DEFAULT_SHAPES, Shape
 
+    from chunk_planner.errors import PlannerError
     from chunk_planner.geometry import EngineSettings
 
+    if args.max_num_batched_tokens < 1:
+        raise PlannerError(
+            f"--max-num-batched-tokens is {args.max_num_batched_tokens}, not 1 token or more"
+        )
     wanted = DEFAULT_SHAPES
-    if args.model:
+    if not args.model:
+        given = {
+            "--tensor-parallel-size": args.tensor_parallel_size != 1,
+            "--kv-cache-dtype": args.kv_cache_dtype != "auto",
+            "--engine-args": args.engine_args is not None,
+        }
+        if ignored := ", ".join(flag for flag, is_given in given.items() if is_given):
+            raise PlannerError(f"{ignored}: says something about a model only; give --model too")
+    else:
         wanted = [(name, args.tensor_parallel_size, args.kv_cache_dtype) for name in args.model]
     return [
         Shape.of(

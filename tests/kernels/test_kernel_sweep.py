@@ -173,6 +173,71 @@ def test_ctrl_c_keeps_what_was_measured(sweep, monkeypatch):
     assert raw["stopped"] == "Ctrl-C"
 
 
+def test_a_launch_that_the_device_refuses_is_one_sentence(sweep, monkeypatch, capsys):
+    """Triton's errors are no RuntimeError: a kernel that wants more shared memory than there is."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    import kernel_cases
+
+    def refused(*_):
+        raise errors.OutOfResources(73728, 65536, "shared memory")
+
+    monkeypatch.setattr(kernel_cases, "_scan_row", refused)
+    rc, raw = sweep("gdn")
+    assert rc == 1
+    assert {row["kernel"] for row in raw["rows"]} == {"copy_states"}
+    assert raw["stopped"].startswith("OutOfResources: out of resource: shared memory")
+    assert raw["stopped"] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens is 0, not 1 token or more"),
+        (["-tp", "4"], "--tensor-parallel-size: says something about a model only"),
+        (["--kv-cache-dtype", "fp8", "--engine-args", "{}"], "--kv-cache-dtype, --engine-args:"),
+        (["--engine-args", "[1]"], "'[1]' is no object like"),
+        (["--engine-args", "{"], "'{' is not JSON"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_measured(
+    sweep, tmp_path, capsys, options, complaint
+):
+    import kernel_sweep
+
+    try:
+        rc = kernel_sweep.main([*options, "--out", str(tmp_path / "none")])
+    except SystemExit as exit_:  # argparse
+        rc = exit_.code
+    assert rc == 2
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("ends", ["an error", "Ctrl-C"])
+def test_whole_steps_find_the_device_free(sweep, tmp_path, monkeypatch, capsys, ends):
+    pytest.importorskip("vllm")
+    import kernel_sweep
+
+    from chunk_planner.engine import calibrate
+    from chunk_planner.errors import PlannerError
+
+    happened = []
+
+    def engine(*_, **__):
+        happened.append("engine")
+        raise PlannerError("an error") if ends == "an error" else KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("freed"))
+    monkeypatch.setattr(calibrate, "calibrate", engine)
+    (tmp_path / "model.safetensors").touch()
+    parser = kernel_sweep.argparse.ArgumentParser()
+    kernel_sweep.add_arguments(parser)
+    args = parser.parse_args(["--model", str(tmp_path), "--out", str(tmp_path)])
+    assert kernel_sweep.whole_steps(args, deadline=0) == 1
+    assert happened == ["freed", "engine"]
+    assert f"{tmp_path}: {ends}" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_sentence_and_exit_code_2():
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
