@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -84,6 +85,38 @@ def test_recommend_text_is_a_table_and_sentences(capsys):
     shown = capsys.readouterr().out
     assert "evidence: rule" in shown
     assert "--max-num-batched-tokens 2" in shown
+
+
+def test_recommend_tells_notes_about_the_model_from_reasons(capsys):
+    argv = ["recommend", "Qwen3.5-27B", "--max-num-batched-tokens", "2048"]
+    note = "recurrent state in float32, from the config's mamba_ssm_dtype"
+    assert cli.main(argv) == 0
+    assert f"\nnote: {note}\n" in capsys.readouterr().out
+    found = answer(capsys, *argv, "--json")
+    assert note in found["notes"]
+    assert all(reason[0].isupper() and reason.endswith(".") for reason in found["reasons"])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_terminal_cuts_no_number(capsys, monkeypatch, width):
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": str(width)}.items():
+        monkeypatch.setenv(name, value)
+    argv = "recommend Qwen3.5-27B --max-num-batched-tokens 2048 --gpu-memory 80GiB"
+    assert cli.main(argv.split()) == 0
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = shown[: shown.index("Keep")].splitlines()
+    assert all(len(line) <= width for line in table)
+    assert "…" not in shown
+    for cells in (["16128", "20", "15680"], ["the KV cache left does not hold 262144 tokens"]):
+        assert any(all(cell in line for cell in cells) for line in table)
+
+
+def test_a_piped_table_has_one_line_a_budget(capsys):
+    argv = "recommend Qwen3.5-27B --max-num-batched-tokens 2048 --gpu-memory 80GiB"
+    assert cli.main(argv.split()) == 0
+    table = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert "checkpoint every (tokens)" in table[1]
+    assert all(re.match(r"(keep)? +\d+ ", line) for line in table[2:])
 
 
 def test_flags_take_vllms_spellings(capsys):

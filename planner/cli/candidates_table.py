@@ -36,6 +36,7 @@ def print_candidates(found: Recommendation) -> None:
         [name for name, _ in columns],
         [["" if get(one) is None else get(one) for _, get in columns] for one in budgets],
         title=f"block {found.rule.block_size} tokens, evidence: {found.evidence}",
+        key=2,
     )
 
 

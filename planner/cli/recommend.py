@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     connector = _connector(args.kv_transfer_config)
     args.lmcache = args.lmcache or "lmcache" in (connector or "").lower()
     target = _from_model(args, connector) if args.model else _from_flags(args)
-    rule, notes = target["rule"], target.get("notes", [])
+    rule, said = target["rule"], target.get("said", [])
     cost, price = None, None
     # Tables need a schema validator to load: not touched where none can apply.
     if args.table or args.model:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
             choice = named_table(args.table, rule.block_size)
         else:
             choice = table_for_model(args.model, args.tensor_parallel_size, rule.block_size)
-        notes = [*notes, *choice.notes]
+        said = [*said, *choice.notes]
         if choice.table is not None:
             cost = choice.table.cost
             if "checkpoint_bytes" in target:
@@ -87,13 +87,17 @@ def run(args: argparse.Namespace) -> None:
             slo_ttft_s=args.slo_ttft_s,
         ),
     )
+    said, notes = [*advice.reasons(found), *said], target.get("notes", [])
     if args.json:
-        said = [*advice.reasons(found), *notes]
-        print_json({**found.to_json(), "reasons": said})
+        print_json({**found.to_json(), "reasons": said, "notes": notes})
         return
     print_candidates(found)
-    for sentence in (*advice.reasons(found), *notes):
+    for sentence in said:
         print(f"\n{sentence}")
+    if notes:
+        print()
+    for note in notes:
+        print(f"note: {note}")
 
 
 def _from_flags(args: argparse.Namespace) -> dict:
@@ -124,7 +128,7 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
     args.vllm_version = args.vllm_version or ""
     settings = settings_from(args)
     geometry = resolve(args.model, settings)
-    notes = list(geometry.notes)
+    said = []
     seqs = args.max_num_seqs
     budget = args.max_num_batched_tokens
     if args.gpu_memory is not None:
@@ -133,7 +137,7 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
             seqs = defaults.max_num_seqs
         if budget is None:
             budget = defaults.max_num_batched_tokens
-            notes.append(f"Budget {budget}: {defaults.reason}.")
+            said.append(f"Budget {budget}: {defaults.reason}.")
     if budget is None:
         raise PlannerError(
             "give --max-num-batched-tokens, or --gpu-memory to start from vLLM's own default"
@@ -154,12 +158,13 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
         "num_speculative_tokens": k,
         "max_model_len": geometry.max_model_len,
         "checkpoint_bytes": geometry.checkpoint_bytes,
-        "notes": notes,
+        "said": said,
+        "notes": list(geometry.notes),
     }
     memory = memory_from(args, max_num_seqs=seqs)
     if memory is not None:
         left = kv_left(geometry, memory, budget)
-        notes.append(f"KV cache left is {left.evidence}: {left.formula}.")
+        said.append(f"KV cache left is {left.evidence}: {left.formula}.")
         target["kv_left"] = lambda tokens: kv_left(geometry, memory, tokens)
         target["kv_cache_requests"] = one_block_requests(geometry, left)
     return target
