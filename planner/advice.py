@@ -56,7 +56,8 @@ def reasons(recommendation: Recommendation) -> list[str]:
         said.append(_suggestion(recommendation))
     said += [_note(note, recommendation) for note in recommendation.notes]
     said += _kv_left(recommendation)
-    said.append(_second_prefill(recommendation))
+    if not recommendation.lmcache:  # which takes no budget of two blocks
+        said.append(_second_prefill(recommendation))
     if recommendation.checkpoint_us is not None:
         said.append(checkpoint_price(recommendation))
     if recommendation.evidence == "rule":

@@ -91,6 +91,7 @@ def recommend(
         evidence=cost.evidence if cost else "rule",
         prompt_tokens=prompt,
         max_model_len=limits.max_model_len,
+        lmcache=limits.lmcache,
         checkpoint_us=checkpoint_us,
         findings=tuple(findings),
         notes=tuple(notes),

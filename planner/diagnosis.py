@@ -47,15 +47,17 @@ def diagnose(
     block = rule.block_size
     if budget.stalled:
         found.append(Finding("stalled", {"why": budget.stalled}))
+    # Measured advice is kept because it is on the plateau; rule-only advice has to be recognised.
+    known = is_candidate(budget.max_num_batched_tokens, block, workload, rule.draft_slots)
+    # the most room beside its one block that LMCache allows
+    known = known or (lmcache and budget.max_num_batched_tokens == 2 * block - 1)
     if lmcache and not block <= budget.max_num_batched_tokens < 2 * block:
         found.append(Finding("lmcache", {"least": block, "most": 2 * block - 1}))
+    if budget.blocks == 1 and budget.stalls_with_decodes and not known:
+        found.append(Finding("no_headroom", {"above": budget.stalls_above_decodes}))
     if lmcache:
         # The budget stays below 2B whatever it idles.
         return found
-    # Measured advice is kept because it is on the plateau; rule-only advice has to be recognised.
-    known = is_candidate(budget.max_num_batched_tokens, block, workload, rule.draft_slots)
-    if budget.blocks == 1 and budget.stalls_with_decodes and not known:
-        found.append(Finding("no_headroom", {"above": budget.stalls_above_decodes}))
     if budget.slowdown is not None:
         if budget.slowdown > max(SLOWDOWN_LINE, uncertainty):
             found.append(Finding("slowdown", {"slowdown": budget.slowdown}))

@@ -62,6 +62,8 @@ class Recommendation:
     evidence: str
     prompt_tokens: int
     max_model_len: int | None = None
+    #: LMCache takes only budgets in [B, 2B)
+    lmcache: bool = False
     #: storing one request's state at a chunk end, from a `measured-kernel` table
     checkpoint_us: float | None = None
     findings: tuple[Finding, ...] = ()

@@ -5,6 +5,7 @@ import pytest
 from chunk_planner import advice
 from chunk_planner.budget import recommend
 from chunk_planner.diagnosis import Finding
+from chunk_planner.recommendation import Constraints
 from chunk_planner.rule import ChunkRule
 
 FINDINGS = [
@@ -50,6 +51,11 @@ def test_only_needs_saying_suggests_no_budget():
     quiet = recommend(ChunkRule(1152, 8192))
     text = advice.warning(quiet.with_findings([FINDINGS[6][0]]))
     assert "--max-num-batched-tokens" not in text
+
+
+def test_lmcache_is_offered_no_budget_of_two_blocks():
+    found = recommend(ChunkRule(784, 1567), constraints=Constraints(lmcache=True))
+    assert not any("--long-prefill-token-threshold" in said for said in advice.reasons(found))
 
 
 def test_both_flags_are_named_where_both_were_set():

@@ -142,6 +142,18 @@ def test_lmcache_takes_its_own_range():
     assert inside.keeps
 
 
+def test_lmcache_at_one_block_still_needs_headroom():
+    # published: 784 -> 1567 took the same load from 1 running request to 27, 3.7x faster
+    limits = Constraints(lmcache=True)
+    found = recommend(ChunkRule(784, 784), constraints=limits)
+    assert kinds(found) == ["no_headroom"]
+    assert found.recommended.max_num_batched_tokens == 1567
+    # more sequences than any budget LMCache takes has room for: nothing better can be said
+    again = recommend(ChunkRule(784, 1567), max_num_seqs=1024, constraints=limits)
+    assert again.findings == ()
+    assert again.keeps
+
+
 def test_kv_cache_left_rules_budgets_out():
     @dataclass
     class Left:

@@ -87,6 +87,15 @@ def test_recommend_text_is_a_table_and_sentences(capsys):
     assert "--max-num-batched-tokens 2" in shown
 
 
+def test_lmcache_is_a_connector_however_it_is_named(capsys):
+    # With a connector vLLM 0.33 hashes no lookahead, so MTP drops a block: the tail merges.
+    argv = ["recommend", "Qwen3.5-27B", "--max-num-batched-tokens", "1000", "--vllm-version"]
+    argv += ["0.33", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
+    argv += ["--prompt-tokens", "20000", "--max-num-seqs", "16", "--json"]
+    named = answer(capsys, *argv, "--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}')
+    assert answer(capsys, *argv, "--lmcache") == named
+
+
 def test_recommend_tells_notes_about_the_model_from_reasons(capsys):
     argv = ["recommend", "Qwen3.5-27B", "--max-num-batched-tokens", "2048"]
     note = "recurrent state in float32, from the config's mamba_ssm_dtype"

@@ -149,7 +149,10 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
     args.vllm_version = geometry.vllm_version
     k = geometry.num_speculative_tokens
     drafting = rule_fields(
-        settings.speculative_method, k, geometry.vllm_version, kv_connector=bool(connector)
+        settings.speculative_method,
+        k,
+        geometry.vllm_version,
+        kv_connector=bool(connector) or args.lmcache,
     )
     rule = rule_from(args, checkpoint_alignment=geometry.checkpoint_alignment, **drafting)
     target = {
