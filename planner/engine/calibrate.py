@@ -98,9 +98,10 @@ def workloads(info: EngineInfo, context_tokens: int = CONTEXT_TOKENS) -> list[Wo
     mixed = []
     for count, size in zip(crowds, _cycle([middle, sizes[-1], block]), strict=False):
         depth = (block // 2, 2 * block)[count % 2]
+        decodes = count * (1 + info.num_speculative_tokens)
         mixed.append(
             Workload(
-                min(size + count, budget),
+                min(size + decodes, budget),
                 prompts=(min(3 * size, context),),
                 decode_contexts=(min(depth, context),) * count,
             )
@@ -123,7 +124,11 @@ def workloads(info: EngineInfo, context_tokens: int = CONTEXT_TOKENS) -> list[Wo
 
 def _fits(workload: Workload, info: EngineInfo) -> bool:
     requests = [*workload.prompts, *workload.decode_contexts]
-    return 0 < len(requests) <= info.max_num_seqs and sum(requests) < info.kv_cache_tokens
+    return (
+        0 < len(requests) <= info.max_num_seqs
+        and max(requests) < info.max_model_len
+        and sum(requests) < info.kv_cache_tokens
+    )
 
 
 def measure(

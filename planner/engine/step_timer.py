@@ -11,6 +11,11 @@ import sys
 import time
 from dataclasses import dataclass
 
+#: Steps after which prompts that are given nothing will not be given anything while the decodes
+#: last: a budget of one block, less those decodes, holds no block. On top come as many steps as a
+#: prompt decodes, which another may have to wait for.
+STARVED_STEPS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -45,7 +50,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a workload. `peak_bytes` is the device allocator's peak, None without a GPU."""
+    """One run of a workload; its prompts are not through where the decodes left them no block.
+
+    `peak_bytes` is the device allocator's peak, None without a GPU.
+    """
 
     workload: Workload
     steps: tuple[Step, ...]
@@ -68,6 +76,7 @@ class EngineInfo:
     max_model_len: int
     kv_cache_tokens: int
     fingerprint: dict
+    num_speculative_tokens: int = 0
 
 
 class InProcessEngine:
@@ -114,6 +123,7 @@ class InProcessEngine:
             max_model_len=scheduler.max_model_len,
             kv_cache_tokens=int(scheduler.max_model_len * concurrency),
             fingerprint=fingerprint(scheduler),
+            num_speculative_tokens=scheduler.num_spec_tokens,
         )
 
     def run(self, workload: Workload) -> Run:
@@ -121,18 +131,20 @@ class InProcessEngine:
         scheduler.max_num_scheduled_tokens = self.full_budget
         # room for as many output tokens as a decode can need beside the prompts
         beside = [self._add(n, scheduler.max_model_len - n) for n in workload.decode_contexts]
-        while any(scheduler.requests[r].num_output_tokens < 1 for r in beside):
+        waits = _Waits(scheduler)
+        while waits.prefilling(beside) and not waits.starved:
             self.engine.step()
         scheduler.max_num_scheduled_tokens = workload.budget
         self._reset_peak()
         prompts = {self._add(n, workload.output_tokens) for n in workload.prompts}
-        steps = []
+        steps, waits = [], _Waits(scheduler, STARVED_STEPS + workload.output_tokens)
         wanted = workload.decode_steps if not prompts else sys.maxsize
-        while len(steps) < wanted and (prompts or not workload.prompts):
+        while len(steps) < wanted and (prompts or not workload.prompts) and not waits.starved:
             steps.append(self._timed_step())
             prompts = {r for r in prompts if r in scheduler.requests}
+            waits.prefilling(prompts)
         peak = self._peak()
-        self.engine.abort_request(beside, internal=True)
+        self.engine.abort_request([*beside, *prompts], internal=True)
         while self.engine.has_unfinished_requests():
             self.engine.step()
         return Run(workload, tuple(steps), peak)
@@ -178,6 +190,28 @@ class InProcessEngine:
             TokensPrompt(prompt_token_ids=ids),
             SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False),
         )
+
+
+class _Waits:
+    """Notices prompts that are given nothing, step after step."""
+
+    def __init__(self, scheduler, most: int = STARVED_STEPS):
+        self._requests, self._most = scheduler.requests, most
+        self._left, self._steps = 0, 0
+
+    @property
+    def starved(self) -> bool:
+        return self._steps >= self._most
+
+    def prefilling(self, request_ids) -> bool:
+        """Whether any of them has no output yet; to be asked once a step."""
+        requests = [self._requests[r] for r in request_ids if r in self._requests]
+        left = sum(
+            r.num_prompt_tokens - r.num_computed_tokens for r in requests if not r.num_output_tokens
+        )
+        self._steps = self._steps + 1 if left and left == self._left else 0
+        self._left = left
+        return left > 0
 
 
 def _parse(flags: list[str]):

@@ -80,6 +80,15 @@ def test_concurrent_requests_are_scheduled_as_planned(engine: TimedEngine) -> No
         assert sorted([*step.prefill, *((1, kv) for kv in step.decode_kv)]) == expected
 
 
+def test_prompts_that_decodes_starve_are_given_up(engine: TimedEngine) -> None:
+    """One block less two decodes is no block: the prompt would wait for 2,900 decode steps."""
+    run = engine.run(Workload(BLOCK, prompts=(192,), decode_contexts=(32, 32)))
+    assert len(run.steps) < 50
+    assert not any(step.prefill for step in run.steps)
+    after = engine.run(Workload(BLOCK, prompts=(192,)))
+    assert [step.tokens for step in after.steps] == [64, 64, 64]
+
+
 def test_interrupted_it_keeps_what_was_measured(engine: TimedEngine) -> None:
     def stop(seconds: float, measured) -> None:
         if len(measured.warm_up) == 7:
@@ -182,9 +191,10 @@ def info(**changes) -> EngineInfo:
         info(block_size=8320, max_num_batched_tokens=2048),
         info(max_num_seqs=1),
         info(max_model_len=2048),
+        info(block_size=8320, max_model_len=4096),
         info(kv_cache_tokens=4000),
     ],
-    ids=["seed", "small", "saw-tooth", "one-seq", "short", "tight-pool"],
+    ids=["seed", "small", "saw-tooth", "one-seq", "short", "below-block", "tight-pool"],
 )
 def test_every_workload_fits_its_engine(engine_info: EngineInfo) -> None:
     for workload in workloads(engine_info):
@@ -194,6 +204,13 @@ def test_every_workload_fits_its_engine(engine_info: EngineInfo) -> None:
         assert len(requests) <= engine_info.max_num_seqs
         assert all(0 < n < engine_info.max_model_len for n in requests)
         assert workload.prompts or workload.decode_steps
+
+
+def test_decodes_with_drafts_leave_the_prompt_its_chunk() -> None:
+    for workload in workloads(info(num_speculative_tokens=3)):
+        if workload.prompts and workload.decode_contexts:
+            left = workload.budget - 4 * len(workload.decode_contexts)
+            assert left >= 1152 or workload.budget < 1152
 
 
 def test_a_step_of_the_whole_budget_is_measured(engine: TimedEngine) -> None:
