@@ -91,9 +91,11 @@ def test_lmcache_is_a_connector_however_it_is_named(capsys):
     # With a connector vLLM 0.33 hashes no lookahead, so MTP drops a block: the tail merges.
     argv = ["recommend", "Qwen3.5-27B", "--max-num-batched-tokens", "1000", "--vllm-version"]
     argv += ["0.33", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']
-    argv += ["--prompt-tokens", "20000", "--max-num-seqs", "16", "--json"]
-    named = answer(capsys, *argv, "--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}')
-    assert answer(capsys, *argv, "--lmcache") == named
+    argv += ["--gdn-prefill-backend", "triton", "--prompt-tokens", "20100", "--max-num-seqs", "16"]
+    named = answer(
+        capsys, *argv, "--json", "--kv-transfer-config", '{"kv_connector": "LMCacheConnectorV1"}'
+    )
+    assert answer(capsys, *argv, "--json", "--lmcache") == named
 
 
 def test_recommend_tells_notes_about_the_model_from_reasons(capsys):
