@@ -11,8 +11,9 @@ for each architecture and reported as
 `spills` is the bytes of spill stores and loads from the log of the ptxas run that made the binary,
 `local_bytes` the thread's stack and local memory, `widest_access_bytes` the widest global load or
 store in the machine code. null stands for what could not be read, and is a failure, like
-everything that misses a bar: no spills, no local memory, 16-byte accesses where the variant is
-declared `wide`. The exit code is 1 then, and the reasons are on stderr.
+everything that misses a bar: no spills, no local memory, no more shared memory than a program may
+have there, 16-byte accesses where the variant is declared `wide`. The exit code is 1 then, and the
+reasons are on stderr.
 """
 
 import argparse
@@ -37,6 +38,17 @@ from chunk_planner.kernels.variants import Variant
 NVIDIA_ARCHS = ("sm_80", "sm_90", "sm_100")
 AMD_ARCHS = ("gfx942", "gfx950")
 MAX_ACCESS_BYTES = 16
+# of one program; what needs more does not launch
+MAX_SHARED_BYTES = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+    "gfx950": 160 * 1024,
+}
 GLOBAL_SASS = r"\b(?:LDG|STG|LDGSTS)((?:\.\w+)*)"  # LDG.E.128, STG.E.EF.64
 
 
@@ -57,11 +69,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET is set, and interpreted kernels are not compiled: unset it")
     wanted = [v for v in variants() if v.name.startswith(tuple(args.kernel or ("",)))]
     if not wanted:
-        names = ", ".join(v.name for v in variants())
+        names = ", ".join(dict.fromkeys(v.name for v in variants()))
         parser.error(f"no kernel begins with {' or '.join(args.kernel)}; there are {names}")
     rows, problems = [], []
     for variant in wanted:
         for arch in args.arch or default_archs():
+            if variant.backend not in (None, _backend(arch)):
+                continue
             if sys.stderr.isatty():
                 print(f"\r\x1b[K{variant.name} {arch}", end="\r", file=sys.stderr, flush=True)
             row = report(variant, arch)
@@ -82,6 +96,10 @@ def _arch(name: str) -> str:
     return name
 
 
+def _backend(arch: str) -> str:
+    return "hip" if arch.startswith("gfx") else "cuda"
+
+
 def variants() -> Iterator[Variant]:
     """Every variant of every module in `chunk_planner.kernels`, in module order."""
     for module in pkgutil.iter_modules(kernels.__path__):
@@ -97,7 +115,7 @@ def default_archs() -> tuple[str, ...]:
 
 def report(variant: Variant, arch: str) -> dict[str, object]:
     """Builds `variant` for `arch` ("sm_90", "gfx942") and reads what became of it."""
-    amd = arch.startswith("gfx")
+    amd = _backend(arch) == "hip"
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch[3:]), 32)
     options = {
         "num_warps": variant.num_warps,
@@ -120,6 +138,9 @@ def missed_bars(variant: Variant, row: dict[str, object]) -> list[str]:
         for key, what in (("spills", "spills"), ("local_bytes", "local memory"))
         if row[key]
     ]
+    shared, most = row["shared_bytes"], MAX_SHARED_BYTES.get(row["arch"])
+    if most is not None and shared is not None and shared > most:
+        missed.append(f"{where}: {shared} bytes of shared memory, and a program has {most}")
     widest = row["widest_access_bytes"]
     if variant.wide and widest is not None and widest < MAX_ACCESS_BYTES:
         missed.append(f"{where}: widest global access {widest} bytes, not {MAX_ACCESS_BYTES}")

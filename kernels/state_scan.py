@@ -26,8 +26,9 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # and heads run side by side; with the delta rule at least the 16 that a matrix instruction takes.
 BLOCK_ROWS = 16
 NUM_WARPS = 4
-# updates of the next chunks are on their way while one is added
-NUM_STAGES = 3
+# Updates of the next chunks are on their way while one is added. Three stages of a delta rule's
+# weights and keys take 72 KiB of shared memory, and AMD's gfx942 has 64.
+NUM_STAGES = {"cuda": 3, "hip": 2}
 
 
 def scan_states(
@@ -64,6 +65,7 @@ def scan_states(
         return
     weights, keys = erase or (update, update)
     block_channels = max(16, triton.next_power_of_2(channels))
+    num_stages = NUM_STAGES["hip" if torch.version.hip else "cuda"]
     grid = (triton.cdiv(rows, BLOCK_ROWS), heads, batch)
     _scan_kernel[grid](
         decay,
@@ -92,9 +94,9 @@ def scan_states(
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_CHANNELS=block_channels,
         BLOCK_TOKENS=16 if erase is None else max(16, triton.next_power_of_2(weights.shape[3])),
-        NUM_STAGES=NUM_STAGES,
+        NUM_STAGES=num_stages,
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=num_stages,
     )
 
 
@@ -282,7 +284,9 @@ def _scan_kernel(
         out_ptr += out_stride_chunk
 
 
-def _variant(name: str, rule: dict[str, bool], checkpoints: bool, state: str) -> Variant:
+def _variant(
+    name: str, rule: dict[str, bool], checkpoints: bool, state: str, backend: str
+) -> Variant:
     """As launched for a model: a delta rule reads and writes chunk states in bfloat16."""
     erase, per_channel = rule["ERASE"], rule["PER_CHANNEL"]
     types = {
@@ -305,7 +309,7 @@ def _variant(name: str, rule: dict[str, bool], checkpoints: bool, state: str) ->
         "BLOCK_ROWS": BLOCK_ROWS,
         "BLOCK_CHANNELS": 128,
         "BLOCK_TOKENS": 64 if erase else 16,
-        "NUM_STAGES": NUM_STAGES,
+        "NUM_STAGES": NUM_STAGES[backend],
     }
     if not per_channel:  # one decay per head, which Triton specialises on
         del signature["decay_stride_head"]
@@ -316,7 +320,8 @@ def _variant(name: str, rule: dict[str, bool], checkpoints: bool, state: str) ->
         signature,
         constexprs,
         num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=NUM_STAGES[backend],
+        backend=backend,
         wide=True,
     )
 
@@ -327,8 +332,13 @@ KDA = {"PER_CHANNEL": True, "ERASE": True}
 
 VARIANTS = [
     _variant(
-        f"scan_{name}_{state}{'_checkpoints' if checkpoints else ''}", rule, checkpoints, state
+        f"scan_{name}_{state}{'_checkpoints' if checkpoints else ''}",
+        rule,
+        checkpoints,
+        state,
+        backend,
     )
+    for backend in NUM_STAGES
     for name, rule, state, checkpoints in (
         ("ssd", SSD, "fp32", False),
         ("ssd", SSD, "fp32", True),

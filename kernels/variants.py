@@ -13,7 +13,8 @@ class Variant(NamedTuple):
     separately (other constants, dtypes or alignment) are two variants.
 
     Args:
-        name: Unique in the package, and what the report calls `kernel`: "copy_states".
+        name: Unique in the package, per back end, and what the report calls `kernel`:
+            "copy_states".
         kernel: The `@triton.jit` function.
         signature: Every argument that is not a `tl.constexpr`, in Triton's notation: "*fp32",
             "i64". A ":16" behind it says what the launcher guarantees or Triton specialises on
@@ -21,6 +22,7 @@ class Variant(NamedTuple):
         constexprs: The `tl.constexpr` arguments.
         num_warps: As launched.
         num_stages: As launched.
+        backend: "cuda" or "hip" where its launcher asks for this one there only.
         wide: The variant moves whole vectors, so its widest global access must be 16 bytes.
     """
 
@@ -30,4 +32,5 @@ class Variant(NamedTuple):
     constexprs: dict[str, object]
     num_warps: int = 4
     num_stages: int = 1
+    backend: str | None = None
     wide: bool = False

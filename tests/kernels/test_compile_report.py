@@ -77,8 +77,9 @@ def test_builds_for_amd():
     backends = pytest.importorskip("triton.backends").backends
     if "amd" not in backends:
         pytest.skip("this Triton has no AMD back end")
-    done = compile_report("--json", "--arch", "gfx942", "--kernel", "copy_states", "scan_ssd_fp32")
-    assert done.returncode == 0, done.stderr
+    wanted = ("copy_states", "scan_ssd_fp32", "scan_gdn_fp32", "scan_kda_fp32")
+    done = compile_report("--json", "--arch", "gfx942", "--kernel", *wanted)
+    assert done.returncode == 0, done.stderr  # among others, it fits 64 KiB of shared memory
     for row in json.loads(done.stdout)["variants"]:
         assert row["arch"] == "gfx942"
         assert row["registers"] > 0
@@ -117,6 +118,7 @@ row = compile_report.report(variant, "sm_90")
 print(row)
 print(compile_report.missed_bars(variant, row))
 print(compile_report.missed_bars(variant, {**row, "spills": None, "local_bytes": 0}))
+print(compile_report.missed_bars(variant, {**row, "arch": "gfx942", "shared_bytes": 73728}))
 '''
 
 
@@ -136,8 +138,10 @@ def test_a_kernel_that_spills_is_seen(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    _, missed, unread = done.stdout.splitlines()
+    _, missed, unread, shared = done.stdout.splitlines()
     assert "bytes of spills" in missed
     assert "bytes of local memory" in missed
     assert "widest global access 4 bytes" in missed
     assert "spills could not be read" in unread
+    assert "73728 bytes of shared memory, and a program has 65536" in shared
+    assert "shared memory" not in missed
