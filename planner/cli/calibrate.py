@@ -11,6 +11,7 @@ from chunk_planner.cli import Parser
 from chunk_planner.cli.options import count
 from chunk_planner.cli.render import print_json, print_table
 from chunk_planner.errors import PlannerError
+from chunk_planner.tables import Table, load_table, merge, user_folder
 
 #: Started where no `--max-num-batched-tokens` is given: vLLM's server default on large GPUs.
 DEFAULT_BUDGET = 8192
@@ -61,12 +62,12 @@ def run(args: argparse.Namespace) -> int:
             )
     flags = _flags_after_model(args)
     for name in ("time_limit", "context_tokens"):
-        if getattr(args, name, 1) <= 0:
+        if not getattr(args, name, 1) > 0:  # nan as well
             raise PlannerError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be positive"
             )
     from chunk_planner.engine.calibrate import CONTEXT_TOKENS, calibrate
-    from chunk_planner.tables import load_table, merge, user_folder
+    from chunk_planner.engine.timed_engine import uninterrupted
 
     log = Path(tempfile.mkdtemp(prefix="chunk-planner-")) / "engine.log"
     command = shlex.join(["chunk-planner", "calibrate", args.model, *flags])
@@ -81,19 +82,33 @@ def run(args: argparse.Namespace) -> int:
             on_start=progress.started,
             on_run=progress.advance,
         )
-    interrupted = "stopped: interrupted" in table.data["provenance"].get("notes", [])
+    provenance = table.data["provenance"]
     path = getattr(args, "output", None) or user_folder()
-    if path.suffix != ".json":
-        path = path / table.file_name
-    if getattr(args, "merge", False) and path.is_file():
-        table = merge(load_table(path), table)
-    written = table.write(path)
+    with uninterrupted():
+        table, written = _keep(table, path, getattr(args, "merge", False), log.parent)
+    notes = provenance.get("notes", [])
+    for note in notes:
+        early = "" if provenance["complete"] else ", before every workload was measured"
+        print(f"{note}{early}", file=sys.stderr)
     if as_json:
         print_json(table.data)
     else:
         print_curve(table)
     print(f"wrote {written}", file=sys.stderr)
-    return 130 if interrupted else 0
+    return 130 if "stopped: interrupted" in notes else 0
+
+
+def _keep(table: Table, path: Path, merging: bool, spare: Path) -> tuple[Table, Path]:
+    """Write the table, or where `path` or the table there does not take it, into `spare`."""
+    if path.suffix != ".json":
+        path = path / table.file_name
+    try:
+        if merging and path.is_file():
+            table = merge(load_table(path), table)
+        return table, table.write(path)
+    except PlannerError as error:
+        kept = table.write(spare)
+        raise PlannerError(f"{error}; what was measured now is in {kept}") from None
 
 
 def _flags_after_model(args: argparse.Namespace) -> list[str]:

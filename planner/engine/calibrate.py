@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chunk_planner.cost import Point
 from chunk_planner.engine.step_timer import EngineInfo, Run, Workload
-from chunk_planner.engine.timed_engine import TimedEngine
+from chunk_planner.engine.timed_engine import TimedEngine, uninterrupted
 from chunk_planner.errors import PlannerError
 from chunk_planner.fit import aggregate, fit
 from chunk_planner.tables import Table, engine_table
@@ -219,17 +219,22 @@ def measure_table(
         if len({point.tokens for point in measured.points()}) < 2:
             raise
         measured.stopped = str(error) or "interrupted"
+    with uninterrupted():
+        return _table(engine.info, measured, command, time.monotonic() - start)
+
+
+def _table(info: EngineInfo, measured: Measured, command: str, seconds: float) -> Table:
     provenance = {
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "complete": measured.complete,
         "rounds": measured.rounds,
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(seconds, 1),
     }
     if measured.stopped:
         provenance["notes"] = [f"stopped: {measured.stopped}"]
     points = measured.points()
-    return engine_table(points, fit(points), engine.info.fingerprint, provenance, measured.memory())
+    return engine_table(points, fit(points), info.fingerprint, provenance, measured.memory())
 
 
 def _cycle(values: Sequence[int]) -> Iterator[int]:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -55,19 +56,20 @@ class TimedEngine:
         return self._receive()
 
     def close(self) -> None:
-        """End the engine's process."""
-        if self._process.is_alive():
-            try:
-                self._pipe.send(None)
+        """End the engine's process, within half a minute; Ctrl-C does not cut it short."""
+        with uninterrupted():
+            if self._process.is_alive():
+                try:
+                    self._pipe.send(None)
+                    self._process.join(10)
+                except OSError:
+                    pass
+            if self._process.is_alive():
+                self._process.terminate()
                 self._process.join(10)
-            except OSError:
-                pass
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+            if self._process.is_alive():
+                self._process.kill()
+                self._process.join()
 
     def __enter__(self) -> "TimedEngine":
         return self
@@ -88,6 +90,22 @@ class TimedEngine:
             self.close()
             raise PlannerError(f"the engine ended ({answer}); its log is {self.log}")
         return answer
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Ctrl-C does nothing meanwhile: what was measured is about to be kept.
+
+    Signals are the main thread's; in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
 """Steps timed on the real engine: what is in them, the table made of them, and who uses it."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from chunk_planner.cli import main
+from chunk_planner.engine import calibrate
 from chunk_planner.engine.calibrate import chunk_sizes, measure, measure_table, workloads
 from chunk_planner.engine.step_timer import EngineInfo, Workload
 from chunk_planner.engine.timed_engine import TimedEngine
@@ -16,6 +20,7 @@ from chunk_planner.engine.tiny_model import (
     tiny_server_flags,
     write_tiny_model,
 )
+from chunk_planner.fit import fit
 from chunk_planner.plan import plan_prefill
 from chunk_planner.rule import ChunkRule
 from chunk_planner.schedule import Request, plan_schedule
@@ -98,6 +103,63 @@ def test_interrupted_it_keeps_what_was_measured(engine: TimedEngine) -> None:
     assert table.data["provenance"]["complete"] is False
     assert table.data["provenance"]["notes"] == ["stopped: interrupted"]
     assert table.cost.max_tokens > BLOCK
+
+
+def interrupt(*args) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_while_it_fits_loses_nothing(engine: TimedEngine, monkeypatch) -> None:
+    monkeypatch.setattr(calibrate, "fit", lambda points: interrupt() or fit(points))
+    table = measure_table(engine, time_limit_s=60, context_tokens=1000, on_run=_stop_after(7))
+    assert table.cost.max_tokens > BLOCK
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+
+
+def test_ctrl_c_while_the_engine_ends_waits_for_it() -> None:
+    """`calibrate` ends it with the table in hand."""
+    alive = iter([True, True, False])
+    ended = []
+    engine = object.__new__(TimedEngine)
+    engine._pipe = SimpleNamespace(send=interrupt)
+    engine._process = SimpleNamespace(
+        is_alive=lambda: next(alive), join=interrupt, terminate=lambda: ended.append(True)
+    )
+    engine.close()
+    assert ended
+
+
+@pytest.fixture
+def measured_now(engine: TimedEngine, monkeypatch: pytest.MonkeyPatch):
+    """`chunk-planner calibrate`, its measuring replaced by a table measured before."""
+    table = measure_table(engine, time_limit_s=60, context_tokens=1000, on_run=_stop_after(7))
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args, **kwargs: table)
+    return table
+
+
+@pytest.mark.parametrize("there", ["damaged", "another engine's", "a folder", "its own"])
+def test_a_path_that_does_not_take_the_table_loses_nothing(
+    there: str, measured_now, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "t.json"
+    if there == "a folder":
+        path.mkdir()
+    else:
+        data = json.loads(json.dumps(measured_now.data))
+        data["fingerprint"]["tensor_parallel_size"] = 1 if there == "its own" else 2
+        path.write_text(json.dumps(data)[: 99 if there == "damaged" else None])
+    code = main(["calibrate", "model", "--merge", "--output", str(path)])
+    error = capsys.readouterr().err
+    if there == "its own":
+        assert code == 130  # as the measurement was interrupted
+        assert "stopped: interrupted, before every workload was measured" in error
+        assert load_table(path).points[0].repeats == 2 * measured_now.points[0].repeats
+        return
+    assert code == 2
+    assert str(path) in error or "not of the same engine" in error
+    kept = error.split("what was measured now is in ")[1].strip()
+    assert load_table(kept).data == measured_now.data
 
 
 def test_the_time_limit_ends_it(engine: TimedEngine) -> None:
