@@ -119,7 +119,8 @@ class Shape:
         if self.rule != "ssd":
             # flash-linear-attention hands states on in the keys' dtype
             out_dtype = ACTIVATION_DTYPE
-            scale = (self.kernel_chunk_tokens * channels) ** -0.5
+            # erases half of a state's size: an error in that part shows, and the state is bounded
+            scale = (4 * self.kernel_chunk_tokens * channels) ** -0.25
             side = (*lead, self.kernel_chunk_tokens, channels)
             erase = tuple(
                 (scale * torch.randn(side, device=device)).to(ACTIVATION_DTYPE) for _ in range(2)

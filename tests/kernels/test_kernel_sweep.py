@@ -59,11 +59,10 @@ CONFIGS = {
 
 
 @pytest.fixture
-def sweep(monkeypatch, device, tmp_path):
+def sweep(monkeypatch, device, bfloat16, tmp_path):
     """`kernel_sweep.run` on this machine, with a clock that only calls."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import kernel_cases
-    import kernel_shapes
     import kernel_sweep
     import plan_cases
 
@@ -86,8 +85,6 @@ def sweep(monkeypatch, device, tmp_path):
     monkeypatch.setattr(timing, "copy_gb_per_s", lambda: 1.0)
     monkeypatch.setattr(kernel_cases, "COPY_REQUESTS", (1, 4))
     monkeypatch.setattr(plan_cases, "SEQUENCES", (5,))
-    # Triton's interpreter multiplies bfloat16 as integers
-    monkeypatch.setattr(kernel_shapes, "ACTIVATION_DTYPE", torch.float16)
     monkeypatch.setattr(kernel_sweep, "machine", lambda _: dict(MACHINE))
 
     def run(rule, *options):
@@ -151,6 +148,19 @@ def test_a_wrong_result_is_never_timed(sweep, monkeypatch, capsys):
     assert raw["rows"] == []
     assert "wrong result" in raw["stopped"]
     assert "bytes differ" in capsys.readouterr().err
+
+
+def test_an_error_in_what_the_delta_rule_erases_is_seen(sweep, monkeypatch):
+    import kernel_cases
+
+    def erases_less(*, erase, **operands):
+        weights, keys = erase
+        kernel_cases.scan_states_reference(**operands, erase=(0.8 * weights, keys))
+
+    monkeypatch.setattr(kernel_cases, "scan_states", erases_less)
+    rc, raw = sweep("gdn")
+    assert rc == 1
+    assert "scan_states (gdn): out: error ratio" in raw["stopped"]
 
 
 def test_the_time_limit_keeps_what_was_measured(sweep):

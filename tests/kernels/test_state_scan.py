@@ -14,19 +14,18 @@ from chunk_planner.kernels.testing import EXACT_FLOAT32, assert_close, poisoned 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def operands(batch, chunks, heads, rows, channels, *, state, device, rule="ssd", tokens=64):
-    """Random decays in (0, 1), updates of size 1, and keys that keep the state bounded."""
+def operands(
+    batch, chunks, heads, rows, channels, *, state, device, rule="ssd", tokens=64, products=FLOAT16
+):
+    """Random decays in (0, 1), updates of size 1, and keys that erase half of a state's size."""
     decay = torch.rand(batch, chunks, heads, *((channels,) if rule == "kda" else ()), device=device)
     update = torch.randn(batch, chunks, heads, rows, channels, device=device)
     initial = torch.randn(batch, heads, rows, channels, device=device).to(state)
     erase = None
     if rule != "ssd":
-        # Triton's interpreter multiplies bfloat16 as integers: the products here are float16's
-        erase = tuple(
-            torch.randn(batch, chunks, heads, tokens, channels, device=device).to(FLOAT16)
-            / (tokens * channels) ** 0.5
-            for _ in range(2)
-        )
+        scale = (4 * tokens * channels) ** -0.25
+        side = (batch, chunks, heads, tokens, channels)
+        erase = tuple((scale * torch.randn(side, device=device)).to(products) for _ in range(2))
     return decay, update, initial, erase
 
 
@@ -74,6 +73,15 @@ def test_equals_the_reference(name, device):
     decay, update, initial, erase = operands(*shape, state=state, device=device, rule=rule)
     exact = rule == "ssd" and state == FLOAT32
     compare(decay, update, initial, erase, every, state, EXACT_FLOAT32 if exact else None)
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+@pytest.mark.parametrize("state", [FLOAT32, BFLOAT16])
+def test_products_in_bfloat16(rule, state, device, bfloat16):
+    """As launched for a model: the state is rounded twice on its way through the products."""
+    torch.manual_seed(2)
+    operand = operands(1, 18, 2, 32, 128, state=state, device=device, rule=rule, products=BFLOAT16)
+    compare(*operand, every=9, state=state, ratio=8e-3)
 
 
 def test_short_last_tokens_of_a_delta_chunk(device):
