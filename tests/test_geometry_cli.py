@@ -119,3 +119,46 @@ def test_memory_sizes(capsys, size):
         main(["memory", "Qwen3.5-27B", "--gpu-memory", size])
     assert stop.value.code == 2
     assert "is not a size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"method": "mtp"}', "num_speculative_tokens is missing"),
+        ('{"num_speculative_tokens": 3}', "method is missing"),
+        ("{}", "method is missing"),
+        ('{"method": "mtp", "num_speculative_tokens": 0}', "must be a whole number of at least 1"),
+        ('{"method": "mtp", "num_speculative_tokens": "3"}', "must be a whole number"),
+        ('{"method": 5, "num_speculative_tokens": 3}', "speculative_method = 5 is not one of"),
+        ('{"method": "x", "num_speculative_tokens": 3}', "speculative_method = 'x' is not one of"),
+    ],
+)
+@pytest.mark.parametrize("command", ["block-size", "recommend"])
+def test_a_speculative_config_that_says_too_little_is_refused(capsys, command, config, said):
+    budget = ["--max-num-batched-tokens", "2048"] if command == "recommend" else []
+    assert main([command, "Qwen3.5-27B", *budget, "--speculative-config", config]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_mtp_head_under_its_models_own_name_keeps_kv_too(capsys):
+    argv = ["memory", "Qwen3.5-27B", "--gpu-memory", "80GiB", "--json", "--speculative-config"]
+
+    def budgets(method):
+        config = json.dumps({"method": method, "num_speculative_tokens": 3})
+        assert main([*argv, config]) == 0
+        return json.loads(capsys.readouterr().out)["budgets"]
+
+    assert budgets("qwen3_5_mtp") == budgets("mtp") != budgets("ngram")
+
+
+def test_switches_of_the_drafter_reach_the_rule(capsys):
+    argv = ["recommend", "Qwen3.5-27B", "--max-num-batched-tokens", "2048", "--json"]
+
+    def headroom(**switches):
+        config = {"method": "eagle3", "num_speculative_tokens": 3, **switches}
+        assert main([*argv, "--speculative-config", json.dumps(config)]) == 0
+        candidates = json.loads(capsys.readouterr().out)["candidates"]
+        return next(one["headroom_tokens"] for one in candidates if one["blocks"] == 3)
+
+    # P-EAGLE takes k - 1 slots of each of 64 decodes and of the prefill.
+    assert headroom(parallel_drafting=True) - headroom() == 2 * 65

@@ -93,19 +93,26 @@ def settings_from(args: argparse.Namespace) -> EngineSettings:
         PlannerError: a value out of range, or two flags that contradict one another.
     """
     config = args.speculative_config or {}
-    method = config.get("method")
-    tokens = config.get("num_speculative_tokens", 0)
-    if not isinstance(tokens, int) or isinstance(tokens, bool):
-        raise PlannerError(
-            f"--speculative-config: num_speculative_tokens = {tokens!r} is no number"
-        )
     short = getattr(args, "num_speculative_tokens", None)
-    if short is not None:
-        if config and short != tokens:
+    if args.speculative_config is not None:
+        tokens = config.get("num_speculative_tokens", short)
+        for name, value in (("method", config.get("method")), ("num_speculative_tokens", tokens)):
+            if value is None:
+                raise PlannerError(
+                    f"--speculative-config: {name} is missing; vLLM would look into the drafter's "
+                    "own config, name it here"
+                )
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise PlannerError(
+                f"--speculative-config: num_speculative_tokens = {tokens!r} must be a whole "
+                "number of at least 1"
+            )
+        if short is not None and short != tokens:
             raise PlannerError(
                 f"--num-speculative-tokens {short} contradicts --speculative-config ({tokens})"
             )
-        tokens = short
+    else:
+        tokens = short or 0
     same = (
         "tensor_parallel_size",
         "pipeline_parallel_size",
@@ -124,7 +131,9 @@ def settings_from(args: argparse.Namespace) -> EngineSettings:
     )
     fields = {name: getattr(args, name) for name in same if hasattr(args, name)}
     fields["kv_cache_dtype_skip_layers"] = tuple(args.kv_cache_dtype_skip_layers)
-    return EngineSettings(num_speculative_tokens=tokens, speculative_method=method, **fields)
+    return EngineSettings(
+        num_speculative_tokens=tokens, speculative_method=config.get("method"), **fields
+    )
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

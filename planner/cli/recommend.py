@@ -12,6 +12,13 @@ from chunk_planner.cli.rule_options import add_rule_arguments, rule_from
 from chunk_planner.errors import PlannerError
 from chunk_planner.recommendation import Constraints
 
+#: switches of `--speculative-config` that the chunk rule depends on
+_DRAFTER_SWITCHES = (
+    "parallel_drafting",
+    "disable_eagle_block_drop",
+    "disable_lookahead_block_hashes",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from chunk_planner.cli.model_options import (
@@ -148,11 +155,14 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
     args.max_num_batched_tokens = budget
     args.vllm_version = geometry.vllm_version
     k = geometry.num_speculative_tokens
+    drafter = args.speculative_config or {}
     drafting = rule_fields(
         settings.speculative_method,
         k,
         geometry.vllm_version,
+        mtp_modules=geometry.config.integer("num_nextn_predict_layers", 1, minimum=0),
         kv_connector=bool(connector) or args.lmcache,
+        **{name: bool(value) for name, value in drafter.items() if name in _DRAFTER_SWITCHES},
     )
     rule = rule_from(args, checkpoint_alignment=geometry.checkpoint_alignment, **drafting)
     target = {

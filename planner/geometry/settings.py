@@ -6,6 +6,7 @@ from typing import Literal
 
 from chunk_planner.errors import PlannerError
 from chunk_planner.rule import SUPPORTED_VERSIONS, find_release
+from chunk_planner.speculative import find_method
 
 #: `--mamba-cache-dtype` and `--mamba-ssm-cache-dtype` (`MambaDType`, vllm/config/cache.py)
 STATE_DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -132,6 +133,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         version = find_release(self.vllm_version or default_version()).version
         object.__setattr__(self, "vllm_version", version)
+        if self.speculative_method is not None:
+            object.__setattr__(self, "speculative_method", find_method(self.speculative_method))
         for name, minimum in (
             ("tensor_parallel_size", 1),
             ("pipeline_parallel_size", 1),
