@@ -20,6 +20,9 @@ KNOT_RATIO = 1.12
 HUBER = 2.5
 #: Repeats from which on a point's p20 and p50 say something about noise.
 FEWEST_REPEATS = 3
+#: Errors beyond this are as good as any: in an interrupted first round, steps that compiled kernels
+#: for a minute stand beside steps of milliseconds. It is what a table takes.
+LARGEST_ERROR = 1000.0
 #: Points left out one at a time for the error estimate; more would only cost time.
 LEFT_OUT = 80
 
@@ -62,7 +65,7 @@ def fit(points: Sequence[Point], measure_with: str = "chunk-planner calibrate") 
     knots = _knots(points)
     design, times = _design(points, knots), np.array([point.p20_us for point in points])
     cost = _cost(_solve(design, times), knots, points, measure_with)
-    errors = np.abs(_left_out_errors(design, times, len(knots)))
+    errors = np.minimum(np.abs(_left_out_errors(design, times, len(knots))), LARGEST_ERROR)
     spreads = [(p.p50_us - p.p20_us) / p.p20_us for p in points if p.repeats >= FEWEST_REPEATS]
     error_median = float(np.quantile(errors, 0.5))
     return replace(

@@ -92,6 +92,22 @@ def test_noise_is_the_spread_of_repeats_or_else_the_disagreement_of_points() -> 
     assert fit(once).noise == fit(once).error_median > 0
 
 
+def test_steps_that_compiled_for_a_minute_still_make_a_table() -> None:
+    """All there is after Ctrl-C in the first round."""
+    from chunk_planner.tables import check, engine_table
+    from chunk_planner.tables.schema import FINGERPRINT
+
+    sizes = [16, 64, 128, 256, 512]
+    points = aggregate((((n, 0),), (), 60e6 if n in (64, 512) else 5e3 + n) for n in sizes)
+    fingerprint = {
+        name: {"integer": 1, "boolean": True}.get(kind["type"], "x")
+        for name, kind in FINGERPRINT.items()
+    }
+    provenance = {"measured_at": "now", "command": "test", "complete": False}
+    table = engine_table(points, fit(points), fingerprint, provenance, None)
+    assert check(table.data).cost.error_p90 > 100
+
+
 def test_outside_the_measured_range_it_names_the_command() -> None:
     cost = fit(measured_points(), measure_with="chunk-planner calibrate my/model")
     assert (cost.min_tokens, cost.max_tokens) == (1, 2048)
