@@ -226,7 +226,7 @@ def measure_table(
 def _table(info: EngineInfo, measured: Measured, command: str, seconds: float) -> Table:
     provenance = {
         "measured_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": command,
+        "command": command[:2000],  # what a table takes; flags may hold whole JSON documents
         "complete": measured.complete,
         "rounds": measured.rounds,
         "seconds": round(seconds, 1),

@@ -62,12 +62,14 @@ def fingerprint(scheduler) -> dict:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     return {
         "device_name": device_name(),
-        "device_count": parallel.world_size,
+        # An expert layer waits for all data-parallel ranks; in a dense model's engine their number
+        # is 1 again, as each rank is an engine of its own.
+        "device_count": parallel.world_size_across_dp,
         "host_threads": int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "expert_parallel": bool(parallel.enable_expert_parallel),
-        "model": Path(str(model.model).rstrip("/")).name,
+        "model": model_name(str(model.model)),
         "geometry_hash": geometry_hash(model.hf_text_config),
         "weight_dtype": str(model.quantization or model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
@@ -81,6 +83,18 @@ def fingerprint(scheduler) -> dict:
         "triton_version": _version("triton"),
         "cuda_version": torch.version.cuda or "none",
     }
+
+
+def model_name(model: str) -> str:
+    """A model's own name, of its path or repository; never empty.
+
+    With HF_HUB_OFFLINE vLLM puts the snapshot's path, `models--org--name/snapshots/hash`, in the
+    place of the name it was given.
+    """
+    path = Path(os.path.abspath(model))  # `.` has a name, and a link keeps its own
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.split("--")[-1]
+    return path.name or "unnamed"
 
 
 def device_name() -> str:

@@ -88,6 +88,7 @@ class InProcessEngine:
 
         args = _parse(engine_args) if isinstance(engine_args, list) else EngineArgs(**engine_args)
         args.async_scheduling = False
+        _check_one_at_a_time(args)
         self.engine = LLMEngine.from_engine_args(args)
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -224,6 +225,16 @@ def _parse(flags: list[str]):
             raise ValueError(message)
 
     return EngineArgs.from_cli_args(EngineArgs.add_cli_args(Parser()).parse_args(flags))
+
+
+def _check_one_at_a_time(args) -> None:
+    """Raises ValueError for engines whose steps overlap, or wait for engines that are not there."""
+    for name, why in (
+        ("pipeline_parallel_size", "the steps of a pipeline overlap"),
+        ("data_parallel_size", "the other ranks would not start"),
+    ):
+        if getattr(args, name) > 1:
+            raise ValueError(f"{name} is {getattr(args, name)}, steps are timed with 1: {why}")
 
 
 def _reset_peak_bytes(worker) -> None:

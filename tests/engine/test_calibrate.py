@@ -231,6 +231,15 @@ def test_a_flag_vllm_does_not_know_is_one_sentence(
     assert not list(tmp_path.glob("*.json"))
 
 
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--data-parallel-size"])
+def test_engines_whose_steps_are_not_their_own_are_refused(
+    flag: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["calibrate", str(model), flag, "2", "--output", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{flag.strip('-').replace('-', '_')} is 2, steps are timed with 1" in error
+
+
 def info(**changes) -> EngineInfo:
     values = {
         "device_type": "cuda",

@@ -162,6 +162,33 @@ def test_silent_on_a_decode_node(said):
     assert said(engine) == []
 
 
+def test_the_fingerprint_counts_the_ranks_that_wait_for_each_other():
+    from chunk_planner.engine.fingerprint import fingerprint
+
+    engine = scheduler()
+    parallel = engine.vllm_config.parallel_config
+    parallel.world_size, parallel.data_parallel_size = 4, 2
+    assert fingerprint(engine)["device_count"] == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/Model-8B", "Model-8B"),
+        ("/models/Model-8B/", "Model-8B"),
+        (".", "here"),
+        ("/hub/models--org--Model-8B/snapshots/0123abcd", "Model-8B"),
+        ("/", "unnamed"),
+    ],
+)
+def test_every_model_has_a_name(model, name, tmp_path, monkeypatch):
+    from chunk_planner.engine.fingerprint import model_name
+
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_name(model) == name
+
+
 def test_lmcache_gets_its_own_range(said):
     from types import SimpleNamespace
 
