@@ -170,6 +170,14 @@ def test_flags_take_vllms_spellings(capsys):
             "--gpu-memory 80GB",
             "--tensor-parallel-size, --gpu-memory: says something about a model only; give MODEL",
         ),
+        (
+            "recommend --block-size 16 --max-num-batched-tokens 64 --max-num-scheduled-tokens 65",
+            "--max-num-scheduled-tokens 65 is above --max-num-batched-tokens 64",
+        ),
+        (
+            "plan --block-size 16 --max-num-batched-tokens 64 --prompt-tokens 3000000000",
+            "'3000000000' is above 2147483647",
+        ),
         ("no-such-command", "no-such-command"),
     ],
 )

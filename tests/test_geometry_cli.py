@@ -162,3 +162,17 @@ def test_switches_of_the_drafter_reach_the_rule(capsys):
 
     # P-EAGLE takes k - 1 slots of each of 64 decodes and of the prefill.
     assert headroom(parallel_drafting=True) - headroom() == 2 * 65
+
+
+def test_memory_takes_no_zero_sequences(capsys):
+    argv = ["memory", "Qwen3.5-27B", "--gpu-memory", "80GiB", "--max-num-seqs", "0"]
+    assert main(argv) == 2
+    assert "max_num_seqs = 0 must be at least 1" in capsys.readouterr().err
+
+
+def test_ranks_that_cannot_share_the_context_are_refused(capsys):
+    argv = ["block-size", "Qwen3.5-27B", "-tp", "4", "--decode-context-parallel-size"]
+    assert main([*argv, "2"]) == 0
+    assert main([*argv, "3"]) == 2
+    said = "decode_context_parallel_size = 3 must divide tensor_parallel_size = 4"
+    assert said in capsys.readouterr().err

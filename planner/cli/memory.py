@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
     geometry = resolve(args.model, settings_from(args))
     defaults = default_budget_from(args, geometry)
     budgets = args.max_num_batched_tokens or [defaults.max_num_batched_tokens]
-    memory = memory_from(args, max_num_seqs=args.max_num_seqs or defaults.max_num_seqs)
+    seqs = defaults.max_num_seqs if args.max_num_seqs is None else args.max_num_seqs
+    memory = memory_from(args, max_num_seqs=seqs)
     rows = [kv_left(geometry, memory, budget) for budget in budgets]
     if args.json:
         print_json(

@@ -6,6 +6,9 @@ import re
 # vLLM's own suffixes for counts: lower case decimal, upper case binary (`2k` = 2000, `2K` = 2048).
 _COUNT = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
+# Positions and token counts are int32 on the device.
+_MOST = 2**31 - 1
+
 
 def count(text: str) -> int:
     """Whole number, also as vLLM writes it: `2048`, `2k` (2000), `2K` (2048), `1M`."""
@@ -13,9 +16,11 @@ def count(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number such as 2048 or 8k")
     number = float(match[1]) * _COUNT.get(match[2], 1)
+    if abs(number) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is above {_MOST}, the most vLLM can count")
     if number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(match[1]) if not match[2] and "." not in match[1] else int(number)
+    return int(number)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

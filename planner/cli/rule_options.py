@@ -3,6 +3,7 @@
 import argparse
 
 from chunk_planner.cli.options import count
+from chunk_planner.errors import PlannerError
 from chunk_planner.rule import SUPPORTED_VERSIONS, ChunkRule
 
 _FIELDS = (
@@ -40,7 +41,14 @@ def rule_from(args: argparse.Namespace, **derived: object) -> ChunkRule:
     """The rule the flags describe; a flag that was not given takes the `derived` value.
 
     Raises:
-        PlannerError: a value out of range.
+        PlannerError: a value out of range, or a token budget above the input budget.
     """
     given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
-    return ChunkRule(**{**derived, **given})
+    rule = ChunkRule(**{**derived, **given})
+    if rule.scheduled_budget > rule.max_num_batched_tokens:
+        raise PlannerError(
+            f"--max-num-scheduled-tokens {rule.scheduled_budget} is above "
+            f"--max-num-batched-tokens {rule.max_num_batched_tokens}, all a step can take; "
+            "lower it or leave it out"
+        )
+    return rule

@@ -143,6 +143,11 @@ class EngineSettings:
         ):
             if getattr(self, name) < minimum:
                 raise PlannerError(f"{name} = {getattr(self, name)} must be at least {minimum}")
+        tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
+        if tp % dcp:
+            raise PlannerError(
+                f"decode_context_parallel_size = {dcp} must divide tensor_parallel_size = {tp}"
+            )
         for name in ("block_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:
