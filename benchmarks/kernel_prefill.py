@@ -33,20 +33,28 @@ def time_prefill(
     for library, rule, module, function in KERNELS:
         if rule != shape.rule:
             continue
+        row: dict[str, object] = {"kernel": function, "library": library}
         try:
             kernel = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError):
             continue
+        except Exception as error:  # installed, and does not load beside this torch
+            yield {**row, "error": _sentence(error)}
+            continue
         for blocks in shape.prefill_blocks(limit_tokens):
             tokens = blocks * shape.geometry.block_size
-            row = {"kernel": function, "library": library, "chunk_tokens": tokens}
+            row["chunk_tokens"] = tokens
             make = _mamba2 if rule == "ssd" else _delta_rule
             try:
                 calls = [make(kernel, shape, tokens, device) for _ in range(3)]
                 yield {**row, **timing.time_calls({"prefill": calls})["prefill"].row()}
             except Exception as error:  # another library's, so anything; it costs its own rows only
-                yield {**row, "error": f"{type(error).__name__}: {error}".splitlines()[0]}
+                yield {**row, "error": _sentence(error)}
                 break  # the larger chunks would say the same
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _delta_rule(
@@ -57,6 +65,8 @@ def _delta_rule(
     heads, values, keys = shape.recurrent.shape
     normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
     per_channel = (keys,) if shape.rule == "kda" else ()
+    # vLLM keeps a head's state as [values, keys], flash-linear-attention by default transposed
+    state = (keys, values) if kernel.__module__.startswith("fla.") else (values, keys)
     return partial(
         kernel,
         q=F.normalize(normal(1, tokens, heads, keys), dim=-1),
@@ -64,7 +74,7 @@ def _delta_rule(
         v=normal(1, tokens, heads, values),
         g=F.logsigmoid(torch.randn(1, tokens, heads, *per_channel, device=device)),
         beta=torch.rand(1, tokens, heads, device=device).to(torch.bfloat16),
-        initial_state=torch.randn(1, heads, values, keys, device=device),
+        initial_state=torch.randn(1, heads, *state, device=device),
         output_final_state=True,
     )
 

@@ -3,6 +3,8 @@
 Kernels run in the interpreter and the clock is a stand-in that calls everything once.
 """
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -246,6 +248,63 @@ def test_whole_steps_find_the_device_free(sweep, tmp_path, monkeypatch, capsys, 
     assert kernel_sweep.whole_steps(args, deadline=0) == 1
     assert happened == ["freed", "engine"]
     assert f"{tmp_path}: {ends}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def gdn_shape(monkeypatch, tmp_path):
+    """Keys half as wide as values, so that a transposed state shows."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from kernel_shapes import Shape
+
+    from chunk_planner.geometry import EngineSettings
+
+    config = CONFIGS["gdn"] | {"linear_key_head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return Shape.of(str(tmp_path), EngineSettings())
+
+
+@pytest.mark.parametrize("rule", ["gdn", "kda", "ssd"])
+def test_prefill_calls_fit_the_installed_vllm(rule, gdn_shape, device):
+    pytest.importorskip("vllm")
+    import kernel_prefill
+    from kernel_shapes import Shape
+
+    from chunk_planner.geometry import EngineSettings
+
+    names = {"kda": "GLM-5.3-Flash", "ssd": "NVIDIA-Nemotron-3-Super-120B-A12B-FP8"}
+    tp8 = EngineSettings(tensor_parallel_size=8)
+    shape = gdn_shape if rule == "gdn" else Shape.of(names[rule], tp8)
+    make = kernel_prefill._mamba2 if rule == "ssd" else kernel_prefill._delta_rule
+    for library, served, module, function in kernel_prefill.KERNELS:
+        if (library, served) == ("vllm", rule):
+            kernel = inspect.unwrap(getattr(importlib.import_module(module), function))
+            call = make(kernel, shape, 128, torch.device(device))
+            taken = inspect.signature(kernel).bind(*call.args, **call.keywords).arguments
+            assert "kwargs" not in taken
+
+
+@pytest.mark.parametrize(("module", "state"), [("fla.ops", (32, 64)), ("vllm.ops", (64, 32))])
+def test_initial_states_are_laid_out_as_each_library_wants_them(module, state, gdn_shape):
+    """vLLM documents [N, H, V, K], fla-core 0.6 [N, HV, K, V]."""
+    import kernel_prefill
+
+    def kernel():
+        pass
+
+    kernel.__module__ = module
+    call = kernel_prefill._delta_rule(kernel, gdn_shape, 64, torch.device("cpu"))
+    assert call.keywords["initial_state"].shape == (1, 2, *state)
+
+
+def test_a_library_that_does_not_load_costs_its_own_rows_only(gdn_shape, monkeypatch, tmp_path):
+    import kernel_prefill
+
+    (tmp_path / "broken.py").write_text("raise RuntimeError('operator nms does not exist')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernels = [("broken", "gdn", "broken", "f"), ("absent", "gdn", "no_such_module", "f")]
+    monkeypatch.setattr(kernel_prefill, "KERNELS", kernels)
+    (row,) = kernel_prefill.time_prefill(gdn_shape, 200, torch.device("cpu"))
+    assert row["error"] == "RuntimeError: operator nms does not exist"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
