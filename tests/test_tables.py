@@ -32,6 +32,7 @@ ENGINE = {
     "attention_backend": "auto",
     "linear_attention_backend": "triton",
     "enforce_eager": False,
+    "speculative_decoding": "none",
     "vllm_version": "0.32.0",
     "torch_version": "2.13.0",
     "triton_version": "3.9.0",
@@ -248,6 +249,8 @@ def test_soft_differences_are_used_and_said(folder: Path) -> None:
     assert found.table is not None
     assert "block_size is 1152, the table's is 1088" in found.text
     assert "vllm_version is 0.32.0, the table's is 0.32.1" in found.text
+    drafting = find(ENGINE | {"speculative_decoding": "mtp 3"})
+    assert "speculative_decoding is mtp 3, the table's is none" in drafting.text
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def fingerprint(scheduler) -> dict:
         "attention_backend": _attention_backend(config),
         "linear_attention_backend": _linear_attention_backend(config),
         "enforce_eager": bool(model.enforce_eager),
+        "speculative_decoding": _speculative_decoding(config.speculative_config),
         "vllm_version": vllm_version,
         "torch_version": torch.__version__,
         "triton_version": _version("triton"),
@@ -131,6 +132,10 @@ def _linear_attention_backend(config) -> str:
     chosen = extra.get("gdn_prefill_backend") if isinstance(extra, dict) else None
     mamba = getattr(getattr(config, "mamba_config", None), "backend", None)
     return str(chosen or (mamba.name.lower() if mamba is not None else "auto"))
+
+
+def _speculative_decoding(drafting) -> str:
+    return "none" if drafting is None else f"{drafting.method} {drafting.num_speculative_tokens}"
 
 
 def _version(name: str) -> str:

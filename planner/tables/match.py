@@ -15,10 +15,12 @@ HARD = (
     "linear_attention_backend",
     "enforce_eager",
 )
-#: Used, with one line that says so. The block moves chunk ends, not the cost of N tokens.
+#: Used, with one line that says so. The block moves chunk ends, not the cost of N tokens; a drafter
+#: adds its own time to a step, a layer's or a few decodes' worth.
 SOFT = (
     "block_size",
     "host_threads",
+    "speculative_decoding",
     "vllm_version",
     "torch_version",
     "triton_version",

@@ -74,6 +74,7 @@ FINGERPRINT = {
     "attention_backend": _TEXT,
     "linear_attention_backend": _TEXT,
     "enforce_eager": _FLAG,
+    "speculative_decoding": _TEXT,
     "vllm_version": _TEXT,
     "torch_version": _TEXT,
     "triton_version": _TEXT,

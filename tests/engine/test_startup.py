@@ -162,13 +162,15 @@ def test_silent_on_a_decode_node(said):
     assert said(engine) == []
 
 
-def test_the_fingerprint_counts_the_ranks_that_wait_for_each_other():
+def test_the_fingerprint_has_the_ranks_that_wait_for_each_other_and_the_drafter():
     from chunk_planner.engine.fingerprint import fingerprint
 
-    engine = scheduler()
+    engine = scheduler(drafter="mtp", num_speculative_tokens=3)
     parallel = engine.vllm_config.parallel_config
     parallel.world_size, parallel.data_parallel_size = 4, 2
-    assert fingerprint(engine)["device_count"] == 8
+    found = fingerprint(engine)
+    assert found["device_count"] == 8
+    assert found["speculative_decoding"] == "mtp 3"
 
 
 @pytest.mark.parametrize(
