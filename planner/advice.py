@@ -97,6 +97,13 @@ def _finding(finding: Finding, recommendation: Recommendation) -> str:
             f"{percent(now.idle_share)} of the budget is idle for a long prompt (rule)."
         )
         return text + _ignored_threshold(recommendation)
+    if finding.kind == "small_threshold":
+        return (
+            f"--long-prefill-token-threshold {rule.long_prefill_token_threshold} is below a block "
+            f"({block} tokens), so a block takes several steps of {tokens(now.tokens_per_step)} "
+            f"tokens on average and {percent(now.idle_share)} of the budget is idle for a long "
+            f"prompt (rule). Set it to a multiple of {block}, or leave it out."
+        )
     if finding.kind == "slowdown":
         best = min(
             (c for c in recommendation.candidates if c.slowdown is not None),
@@ -245,5 +252,10 @@ def _note(note: Finding, recommendation: Recommendation) -> str:
         return (
             f"Prompts of {note.values['prompt_tokens']} tokens are no longer than a block: their "
             "length, not the block grid, decides what a step holds."
+        )
+    if note.kind == "prompts_fit_a_step":
+        return (
+            f"No prompt is longer than a step (--max-model-len {note.values['max_model_len']} "
+            "tokens), so the block grid leaves budget idle only at a prompt's last stop (rule)."
         )
     raise KeyError(note.kind)

@@ -75,13 +75,22 @@ def recommend(
         scored.append(evaluate(option, workload, prompt, cost, blocks=blocks))
     current, *options = _with_slowdowns([_limited(one, limits, rule) for one in scored])
     uncertainty = cost.uncertainty if cost else 0.0
-    findings = diagnose(rule, current, workload, lmcache=limits.lmcache, uncertainty=uncertainty)
+    findings = diagnose(
+        rule,
+        current,
+        workload,
+        lmcache=limits.lmcache,
+        uncertainty=uncertainty,
+        longest_prompt=prompt if prompt <= rule.block_size else limits.max_model_len,
+    )
     if cost is None:
         recommended, notes = choose_by_rule(current, options, findings, rule.block_size)
     else:
         recommended, notes = choose_by_cost(current, options, cost, rule.block_size)
     if prompt <= rule.block_size:
         notes.append(Finding("prompts_below_block", {"prompt_tokens": prompt}))
+    elif limits.max_model_len and limits.max_model_len <= rule.scheduled_budget:
+        notes.append(Finding("prompts_fit_a_step", {"max_model_len": limits.max_model_len}))
     return Recommendation(
         rule=rule,
         workload=workload,

@@ -38,10 +38,12 @@ def diagnose(
     *,
     lmcache: bool = False,
     uncertainty: float = 0.0,
+    longest_prompt: int | None = None,
 ) -> list[Finding]:
     """Findings about `budget`, the rule's own, most serious first; empty where all is well.
 
-    A slowdown inside the measurement's `uncertainty` is none.
+    A slowdown inside the measurement's `uncertainty` is none. Where `longest_prompt` (tokens) is no
+    longer than a block or a step, the block grid costs no prompt more than its last stop.
     """
     found = []
     block = rule.block_size
@@ -62,8 +64,18 @@ def diagnose(
         if budget.slowdown > max(SLOWDOWN_LINE, uncertainty):
             found.append(Finding("slowdown", {"slowdown": budget.slowdown}))
     elif budget.idle_share > IDLE_LINE and not known and not _asked_for(rule):
-        found.append(Finding("idle" if budget.blocks else "saw_tooth", {}))
+        short = longest_prompt is not None and longest_prompt <= max(block, rule.scheduled_budget)
+        # What never moves has no share of the budget to tell about.
+        if budget.tokens_per_step and not short:
+            found.append(Finding(_waste(rule, budget), {}))
     return found
+
+
+def _waste(rule: Rule, budget: Budget) -> str:
+    """The kind of finding that an idle share above the line is."""
+    if 0 < rule.threshold(1) < rule.block_size:
+        return "small_threshold"
+    return "idle" if budget.blocks else "saw_tooth"
 
 
 def _asked_for(rule: Rule) -> bool:

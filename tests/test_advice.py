@@ -20,6 +20,7 @@ FINDINGS = [
         Finding("kv_pool_tight", {"blocks": 20, "needs": 21, "max_model_len": 20480}),
         ["20 blocks", "20480", "needs 21", "(rule)"],
     ),
+    (Finding("small_threshold"), ["--long-prefill-token-threshold", "multiple of 1152", "(rule)"]),
 ]
 
 

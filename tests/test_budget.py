@@ -105,6 +105,32 @@ def test_seventeen_decodes_beside_one_block():
     assert "no_headroom" not in kinds(recommend(ChunkRule(1152, 1168), max_num_seqs=16))
 
 
+def test_a_budget_where_nothing_moves_is_not_also_told_of_idle_tokens():
+    found = recommend(ChunkRule(1152, 1152, draft_slots=1))
+    assert "stalled" in kinds(found)
+    assert not {"idle", "saw_tooth"} & set(kinds(found))
+
+
+@pytest.mark.parametrize(("block", "budget"), [(1152, 2048), (2096, 2048)])
+def test_a_threshold_below_a_block_is_not_mended_by_a_budget(block, budget):
+    found = recommend(ChunkRule(block, budget, "0.30", long_prefill_token_threshold=512))
+    assert kinds(found) == ["small_threshold"]
+    assert found.keeps
+
+
+@pytest.mark.parametrize(
+    ("block", "longest", "note"),
+    [(1152, 2048, "prompts_fit_a_step"), (4176, 4000, "prompts_below_block")],
+)
+def test_prompts_that_no_budget_cuts_shorter_change_nothing(block, longest, note):
+    found = recommend(ChunkRule(block, 2048), constraints=Constraints(max_model_len=longest))
+    assert found.findings == ()
+    assert found.keeps
+    assert [one.kind for one in found.notes] == [note]
+    longer = Constraints(max_model_len=2 * block + 1)
+    assert recommend(ChunkRule(block, 2048), constraints=longer).findings
+
+
 def test_draft_slots_at_one_block_hang_and_are_mended():
     found = recommend(ChunkRule(1152, 1152, draft_slots=1), max_num_seqs=1)
     assert kinds(found)[0] == "stalled"
@@ -261,4 +287,5 @@ def test_latency_bound_without_measured_cost_is_refused():
 
 def test_prompts_shorter_than_a_block_are_told_so():
     found = recommend(ChunkRule(2096, 2048), prompt_tokens=900)
+    assert found.keeps
     assert [note.kind for note in found.notes] == ["prompts_below_block"]
