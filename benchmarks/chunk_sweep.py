@@ -14,6 +14,8 @@ import importlib
 import sys
 from pathlib import Path
 
+import _checkout  # noqa: F401  a spawned engine runs this file again, and nothing else of ours
+
 HERE = Path(__file__).resolve().parent
 
 

@@ -307,6 +307,17 @@ def test_a_library_that_does_not_load_costs_its_own_rows_only(gdn_shape, monkeyp
     assert row["error"] == "RuntimeError: operator nms does not exist"
 
 
+def test_a_spawned_engine_finds_a_checkout_that_nobody_installed():
+    """What `multiprocessing` does first in the child; -S hides what is installed."""
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); "
+        f"runpy.run_path({str(BENCHMARKS / 'chunk_sweep.py')!r}, run_name='__mp_main__'); "
+        "import chunk_planner.errors"
+    )
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_one_sentence_and_exit_code_2():
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
