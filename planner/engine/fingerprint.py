@@ -127,11 +127,12 @@ def _attention_backend(config) -> str:
 
 
 def _linear_attention_backend(config) -> str:
-    """What the user asked for, "auto" where nothing; every family has a setting of its own."""
-    extra = config.additional_config
-    chosen = extra.get("gdn_prefill_backend") if isinstance(extra, dict) else None
+    """What the user asked for, or else the Mamba backend; every family has settings of its own."""
+    extra = config.additional_config if isinstance(config.additional_config, dict) else {}
+    names = ("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend")
+    chosen = [f"{name}={extra[name]}" for name in names if extra.get(name, "auto") != "auto"]
     mamba = getattr(getattr(config, "mamba_config", None), "backend", None)
-    return str(chosen or (mamba.name.lower() if mamba is not None else "auto"))
+    return ",".join(chosen) or (mamba.name.lower() if mamba is not None else "auto")
 
 
 def _speculative_decoding(drafting) -> str:

@@ -174,6 +174,28 @@ def test_the_fingerprint_has_the_ranks_that_wait_for_each_other_and_the_drafter(
 
 
 @pytest.mark.parametrize(
+    "chosen",
+    [
+        {"gdn_prefill_backend": "triton"},
+        {"kda_prefill_backend": "triton"},
+        {"kda_prefill_backend": "flashkda"},
+        {"kda_decode_backend": "native"},
+    ],
+)
+def test_the_fingerprint_names_every_linear_attention_backend(chosen):
+    from chunk_planner.engine.fingerprint import fingerprint
+
+    engine = scheduler()
+    engine.vllm_config.parallel_config.world_size = 1
+    default = fingerprint(engine)["linear_attention_backend"]
+    engine.vllm_config.additional_config = chosen
+    ((name, value),) = chosen.items()
+    assert fingerprint(engine)["linear_attention_backend"] == f"{name}={value}" != default
+    engine.vllm_config.additional_config = {name: "auto"}
+    assert fingerprint(engine)["linear_attention_backend"] == default
+
+
+@pytest.mark.parametrize(
     ("model", "name"),
     [
         ("org/Model-8B", "Model-8B"),
