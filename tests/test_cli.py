@@ -220,3 +220,15 @@ def test_calibrate_says_what_it_needs_before_it_measures(capsys, monkeypatch, mi
     error = refusal(capsys, "calibrate", "some-model")
     assert f"{missing} is not installed" in error
     assert "chunk-planner[engine]" in error
+
+
+def test_underscores_are_dashes_in_flags_but_not_in_their_keys():
+    from chunk_planner.cli import _as_dashes
+
+    given = ["--max_num_seqs=4", "--compilation_config.cudagraph_mode=NO_NE", "a_b", "-O.x_y=1"]
+    assert _as_dashes(given) == [
+        "--max-num-seqs=4",
+        "--compilation-config.cudagraph_mode=NO_NE",
+        "a_b",
+        "-O.x_y=1",
+    ]

@@ -7,6 +7,7 @@ keeps the cold start of `chunk-planner plan` within a small multiple of importin
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -63,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _as_dashes(argv: list[str]) -> list[str]:
-    """`--max_num_seqs=4` -> `--max-num-seqs=4`, as vLLM's own parser allows."""
+    """`--max_num_seqs=4` -> `--max-num-seqs=4`, as vLLM's own parser allows.
+
+    What follows a dot is a key (`--compilation-config.cudagraph_mode=NONE`) and stays.
+    """
 
     def one(arg: str) -> str:
-        flag, eq, value = arg.partition("=")
-        return flag.replace("_", "-") + eq + value if flag.startswith("--") else arg
+        flag = re.match(r"--[^.=]*", arg)
+        return flag[0].replace("_", "-") + arg[flag.end() :] if flag else arg
 
     return [one(arg) for arg in argv]
