@@ -9,6 +9,7 @@ through the same interface, `Rule`.
 """
 
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral
 from typing import Protocol
 
 from chunk_planner.errors import PlannerError
@@ -218,10 +219,12 @@ class ChunkRule(Rule):
                     raise PlannerError(f"{item.name} = {value!r} must be True or False")
             elif value is None and item.name in _OPTIONAL:
                 continue
-            elif not isinstance(value, int) or isinstance(value, bool) or value < least:
+            elif not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise PlannerError(
                     f"{item.name} = {value!r} must be an integer of at least {least}"
                 )
+            else:  # NumPy's integers are slow one by one, and wrap around
+                object.__setattr__(self, item.name, int(value))
         scheduler_block = self.scheduler_block_size or self.block_size
         unit = self.hash_block_size or scheduler_block
         if scheduler_block % unit:

@@ -1,5 +1,6 @@
 """The chunk rule: against the installed engine, and what it refuses."""
 
+import numpy as np
 import pytest
 
 from chunk_planner.errors import PlannerError
@@ -70,6 +71,14 @@ def test_bad_values_are_named(options: dict, message: str) -> None:
     with pytest.raises(PlannerError) as error:
         ChunkRule(**{"block_size": BLOCK, "max_num_batched_tokens": 2048, **options})
     assert message in str(error.value)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    rule = ChunkRule(np.int32(BLOCK), np.int64(2048), long_prefill_token_threshold=np.int16(512))
+    assert rule == ChunkRule(BLOCK, 2048, long_prefill_token_threshold=512)
+    assert {type(value) for value in (rule.block_size, rule.scheduled_budget)} == {int}
+    with pytest.raises(PlannerError, match=r"block_size = np\.float64"):
+        ChunkRule(np.float64(BLOCK), 2048)
 
 
 def test_a_lone_request_ignores_the_threshold_from_0_31_on() -> None:
