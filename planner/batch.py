@@ -51,8 +51,8 @@ def plan_step(
         max_num_seqs: sequence slots (`max_num_active_seqs` where that is set). None: no limit.
 
     Raises:
-        PlannerError: arrays of different lengths or of no integers, or a running request behind
-            a waiting one.
+        PlannerError: arrays of different lengths or of no integers, more computed tokens than a
+            request has, or a running request behind a waiting one.
     """
     start, tokens, prompt, drafts, waiting = _arrays(
         num_computed_tokens, num_tokens, num_prompt_tokens, num_draft_tokens, is_waiting
@@ -61,6 +61,12 @@ def plan_step(
     num_running = num_requests - int(np.count_nonzero(waiting))
     if waiting[:num_running].any():
         raise PlannerError("is_waiting: running requests come first; sort them before the waiting")
+    if (start > tokens).any():
+        index = int((start > tokens).argmax())
+        raise PlannerError(
+            f"num_computed_tokens[{index}] = {start[index]} must be at most num_tokens[{index}] = "
+            f"{tokens[index]}"
+        )
     junctions = np.zeros_like(start)
     if shared_prefix_boundary is not None:
         (junctions,) = _arrays(shared_prefix_boundary, length=num_requests)

@@ -215,6 +215,10 @@ def test_no_requests() -> None:
         ({"num_draft_tokens": [0]}, "shapes"),
         ({"is_waiting": [True, False]}, "is_waiting: running requests come first"),
         ({"num_tokens": [1.5, 2.0]}, "not float64"),
+        (
+            {"num_computed_tokens": [9, 10]},
+            r"num_computed_tokens\[1\] = 10 must be at most num_tokens\[1\] = 9",
+        ),
         ({"shared_prefix_boundary": [0, 0, 0]}, "shapes"),
     ],
 )
