@@ -28,7 +28,7 @@ class ChunkPlan:
     chunks: Chunks
     #: mean chunk over the repeating cycle of a long prompt beside these decodes
     tokens_per_step: float
-    #: 1 - tokens per step / budget for a long prompt without decodes; budget = scheduled_budget
+    #: 1 - tokens per step / the smaller budget for a long prompt without decodes
     idle_share: float
     #: 1 - tokens_per_step / the room that these decodes leave (0 where they leave none)
     idle_share_with_decodes: float
@@ -89,6 +89,8 @@ def plan_prefill(
     """
     decode_requests = decode_tokens if decode_requests is None else decode_requests
     _check(num_prompt_tokens, num_computed_tokens, decode_tokens, decode_requests)
+    if shared_prefix_boundary < 0:
+        raise PlannerError(f"shared_prefix_boundary = {shared_prefix_boundary} must be at least 0")
     prompt = _Prompt(
         rule, num_prompt_tokens, shared_prefix_boundary, decode_tokens, decode_requests
     )
@@ -123,7 +125,7 @@ def plan_prefill(
         shared_prefix_boundary=shared_prefix_boundary,
         chunks=Chunks(runs),
         tokens_per_step=with_decodes,
-        idle_share=1 - alone / rule.scheduled_budget,
+        idle_share=1 - alone / min(rule.scheduled_budget, rule.max_num_batched_tokens),
         idle_share_with_decodes=1 - with_decodes / prompt.room if prompt.room > 0 else 0.0,
         idle_tokens=idle,
         no_work_tokens=no_work,

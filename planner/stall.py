@@ -54,11 +54,13 @@ def find_stall(
         split = rule.split(start, wanted, num_prompt_tokens, None, shared_prefix_boundary)
     moves_alone = rule.reserve(missing, split) > 0
     if room is not None and moves_alone:
+        # A block wider than any chunk is crossed in parts of any size.
+        part = rule.split(start, 1, num_prompt_tokens, None, shared_prefix_boundary)
         return Stall(
             "no_headroom",
             f"no prefill while these decodes run: they leave {max(room, 0)} of "
-            f"{rule.scheduled_budget} tokens a step and the next chunk needs "
-            f"{min(missing, block - start % block)}",
+            f"{min(rule.scheduled_budget, rule.max_num_batched_tokens)} tokens a step and the next "
+            f"chunk needs {rule.reserve(missing, part) or min(missing, block - start % block)}",
         )
     if split and not moves_alone:
         return Stall(

@@ -106,6 +106,20 @@ def test_no_headroom_stalls_while_the_decode_lasts() -> None:
     assert plan.idle_share == 0
 
 
+def test_a_block_wider_than_the_budget_needs_any_room() -> None:
+    plan = plan_prefill(ChunkRule(2096, 2048), 20_000, decode_tokens=2048)
+    assert "leave 0 of 2048 tokens a step and the next chunk needs 1" in plan.stalled
+    assert not plan_prefill(ChunkRule(2096, 2048), 20_000, decode_tokens=2047).stalled
+
+
+def test_a_token_budget_above_the_input_budget_is_not_idle() -> None:
+    rule = ChunkRule(BLOCK, 2048, max_num_scheduled_tokens=8192)
+    plan = plan_prefill(rule, 20_000)
+    assert plan.idle_share == plan_prefill(ChunkRule(BLOCK, 2048), 20_000).idle_share
+    busy = plan_prefill(rule, 20_000, decode_tokens=1000)
+    assert "leave 1048 of 2048 tokens" in busy.stalled
+
+
 def test_draft_slots_at_one_block_stall_for_good() -> None:
     plan = plan_prefill(ChunkRule(BLOCK, BLOCK, draft_slots=1), 20_000)
     assert plan.stall.reason == "draft_slots"
@@ -169,6 +183,7 @@ def test_a_million_tokens_are_two_runs() -> None:
         ({"decode_tokens": -1}, "decode_tokens = -1 must be at least 0"),
         ({"decode_tokens": 4, "decode_requests": 5}, "decode_requests = 5 must be from 1 to"),
         ({"decode_tokens": 4, "decode_requests": 0}, "decode_requests = 0 must be from 1 to"),
+        ({"shared_prefix_boundary": -1}, "shared_prefix_boundary = -1 must be at least 0"),
     ],
 )
 def test_bad_values_are_named(arguments: dict, message: str) -> None:
