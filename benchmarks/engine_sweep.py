@@ -87,7 +87,12 @@ def _measure(args: argparse.Namespace, result: dict) -> None:
             raise PlannerError(
                 f"{args.model} is served without mamba_cache_mode=align: chunks end anywhere"
             )
-        rule = ChunkRule(info.block_size, given, vllm_version=_release(info))
+        if info.rule is None:
+            raise PlannerError(
+                f"vLLM {info.fingerprint['vllm_version']} is not one of "
+                f"{', '.join(SUPPORTED_VERSIONS)}: its chunks are not known"
+            )
+        rule = info.rule.with_budget(given)
         result |= {"engine": info.fingerprint, "block_size": info.block_size}
         result |= {"prompt_tokens": args.prompt_tokens, "given_budget": given}
         runs: list[Run] = []
@@ -142,14 +147,6 @@ def _engine(args: argparse.Namespace) -> Engine:
     return Engine(base | args.engine_args, TINY_ENGINE_ENV, args.out)
 
 
-def _release(info: EngineInfo) -> str:
-    """The rule of the engine that runs; an unknown release is refused by name."""
-    release = ".".join(info.fingerprint["vllm_version"].split(".")[:2])
-    if release not in SUPPORTED_VERSIONS:
-        raise PlannerError(f"vLLM {release} is not one of {', '.join(SUPPORTED_VERSIONS)}")
-    return release
-
-
 def _budgets(info: EngineInfo, given: int) -> list[int]:
     """The given budget and every number of blocks, thinned in ratio, up to the started budget."""
     from chunk_planner.engine.calibrate import chunk_sizes
@@ -164,7 +161,8 @@ def _sweep(engine: TimedEngine, budgets, args, runs: list[Run], progress, task) 
     prompt = args.prompt_tokens
     plan = [Workload(budget, prompts=(prompt,)) for budget in budgets]
     # Mixed steps, for the price of a decode's wait; not part of the table below.
-    decodes = (engine.info.block_size,) * min(args.expected_decodes, args.max_num_seqs - 1)
+    depth = min(engine.info.block_size, prompt)
+    decodes = (depth,) * min(args.expected_decodes, args.max_num_seqs - 1)
     if decodes:
         middle = [budgets[0], budgets[len(budgets) // 2], budgets[-1]]
         plan += [
@@ -185,10 +183,7 @@ def _rows(runs: list[Run], rule: ChunkRule) -> list[dict]:
     alone = [run for run in runs if not run.workload.decode_contexts]
     for budget in sorted({run.workload.budget for run in alone}):
         mine = [run for run in alone if run.workload.budget == budget]
-        plan = plan_prefill(
-            ChunkRule(rule.block_size, budget, vllm_version=rule.vllm_version),
-            mine[0].workload.prompts[0],
-        )
+        plan = plan_prefill(rule.with_budget(budget), mine[0].workload.prompts[0])
         chunks = [[n for n, _ in step.prefill] for step in mine[0].steps]
         if [sum(c) for c in chunks] != list(plan.chunks):
             raise PlannerError(f"budget {budget}: the engine scheduled {chunks}, not {plan.chunks}")

@@ -148,8 +148,7 @@ def _run_case(case: Case, out: Path, repeats: int, limit: float, many: bool) -> 
         )
         table.write(out)
         cost = table.cost
-        release = ".".join(engine.info.fingerprint["vllm_version"].split(".")[:2])
-        rule = ChunkRule(case.block, case.budgets(many)[0], vllm_version=release)
+        rule = engine.info.rule.with_budget(case.budgets(many)[0])
         suggested = recommend(
             rule, max_num_seqs=SEQS, expected_decodes=2, prompt_tokens=case.longest, cost=cost
         ).recommended.max_num_batched_tokens
@@ -197,7 +196,7 @@ def _run_case(case: Case, out: Path, repeats: int, limit: float, many: bool) -> 
 
 def _predict(workload: Workload, rule: ChunkRule, cost: StepCost) -> float:
     """Seconds of a workload, from the rule's schedule and the table, nothing measured."""
-    rule = ChunkRule(rule.block_size, workload.budget, vllm_version=rule.vllm_version)
+    rule = rule.with_budget(workload.budget)
     requests = [Request(0, prompt, workload.output_tokens) for prompt in workload.prompts]
     total = 0.0
     for step in plan_schedule(rule, requests, max_num_seqs=SEQS).steps:

@@ -3,7 +3,8 @@
 Forks and later releases change how a prefill is cut (one block per step, other grids), and inside
 an engine its own `Scheduler._mamba_block_aligned_split` is the truth. `LiveRule` calls that method
 with a stand-in for the request and offers the answers as a `chunk_planner.rule.Rule`, so whatever
-takes a `ChunkRule` plans with the engine's own cut.
+takes a `ChunkRule` plans with the engine's own cut. `chunk_rule` reads the settings of ours from a
+scheduler instead, for a plan that has to leave the engine's process.
 """
 
 from copy import copy
@@ -12,7 +13,7 @@ from dataclasses import replace
 import vllm
 
 from chunk_planner.errors import PlannerError
-from chunk_planner.rule import RELEASES, Release, Rule, find_release
+from chunk_planner.rule import RELEASES, ChunkRule, Release, Rule, find_release
 
 
 class _Request:
@@ -130,6 +131,39 @@ class LiveRule(Rule):
             f"max_num_batched_tokens={self.max_num_batched_tokens}, "
             f"scheduled_budget={self.scheduled_budget})"
         )
+
+
+def chunk_rule(scheduler, vllm_version: str = vllm.__version__) -> ChunkRule:
+    """The rule of a scheduler in align mode, as data.
+
+    Raises:
+        PlannerError: an unknown release; its rule is not guessed.
+    """
+    drafting = scheduler.vllm_config.speculative_config
+    return ChunkRule(
+        block_size=scheduler.cache_config.block_size,
+        max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,
+        vllm_version=vllm_version,
+        max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens,
+        long_prefill_token_threshold=scheduler.scheduler_config.long_prefill_token_threshold,
+        long_prefill_token_threshold_adaptive=getattr(
+            scheduler, "adaptive_long_prefill_threshold", False
+        ),
+        draft_slots=drafting.max_num_new_slots_for_drafting if drafting else 0,
+        scheduler_block_size=scheduler.block_size,
+        hash_block_size=scheduler.hash_block_size,
+        eagle_block_drop=scheduler.use_eagle_block_drop,
+        hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),
+        checkpoint_alignment=(
+            scheduler.mamba_prefill_checkpoint_alignment
+            if scheduler.mamba_has_prefill_checkpoint_blocks
+            else None
+        ),
+        partial_hits=scheduler.mamba_partial_cache_hit,
+        # appeared in 0.31
+        shared_prefix_checkpoint=getattr(scheduler, "mamba_shared_prefix_checkpoint", False),
+        prefill_lookahead_tokens=scheduler.num_prefill_lookahead,
+    )
 
 
 def _release(version: str) -> Release:

@@ -11,6 +11,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from chunk_planner.errors import PlannerError
+from chunk_planner.rule import ChunkRule
+
 #: Steps after which prompts that are given nothing will not be given anything while the decodes
 #: last: a budget of one block, less those decodes, holds no block. On top come as many steps as a
 #: prompt decodes, which another may have to wait for.
@@ -66,7 +69,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the started engine says about itself."""
+    """What the started engine says about itself.
+
+    rule: how it cuts prefills at its full budget; None where it does not cut them on blocks, or its
+        release is unknown.
+    """
 
     device_type: str
     block_size: int
@@ -77,6 +84,7 @@ class EngineInfo:
     kv_cache_tokens: int
     fingerprint: dict
     num_speculative_tokens: int = 0
+    rule: ChunkRule | None = None
 
 
 class InProcessEngine:
@@ -125,7 +133,18 @@ class InProcessEngine:
             kv_cache_tokens=int(scheduler.max_model_len * concurrency),
             fingerprint=fingerprint(scheduler),
             num_speculative_tokens=scheduler.num_spec_tokens,
+            rule=self._rule(),
         )
+
+    def _rule(self) -> ChunkRule | None:
+        from chunk_planner.engine.live_rule import chunk_rule
+
+        if not getattr(self.scheduler, "need_mamba_block_aligned_split", False):
+            return None
+        try:
+            return chunk_rule(self.scheduler)
+        except PlannerError:
+            return None
 
     def run(self, workload: Workload) -> Run:
         scheduler = self.scheduler

@@ -59,6 +59,14 @@ def test_a_lone_prompt_is_scheduled_as_planned(engine: TimedEngine, budget: int)
     assert all(step.us > 0 for step in run.steps)
 
 
+def test_the_engine_tells_its_rule(engine: TimedEngine) -> None:
+    rule = engine.info.rule
+    assert (rule.block_size, rule.max_num_batched_tokens) == (BLOCK, BUDGET)
+    run = engine.run(Workload(200, prompts=(1000,)))
+    planned = plan_prefill(rule.with_budget(200), 1000)
+    assert [step.tokens for step in run.steps] == list(planned.chunks)
+
+
 def test_a_second_run_computes_the_prompt_again(engine: TimedEngine) -> None:
     """Every prompt is new to the prefix cache: a hit would time less than it says."""
     runs = [engine.run(Workload(200, prompts=(1000,))) for _ in range(2)]

@@ -31,7 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from chunk_planner.rule import ChunkRule
+from chunk_planner.engine.live_rule import chunk_rule as chunk_rule
 
 #: Longer than any sequence here, so that the model's length never cuts a step.
 MAX_MODEL_LEN = 1 << 22
@@ -197,30 +197,6 @@ def build_scheduler(
     scheduler.mamba_shared_prefix_checkpoint = shared_prefix_checkpoint
     scheduler.mamba_fine_grained_prefix_cache = shared_prefix_checkpoint
     return scheduler
-
-
-def chunk_rule(scheduler: Scheduler, vllm_version: str) -> ChunkRule:
-    """The rule of a built scheduler, read from it."""
-    drafting = scheduler.vllm_config.speculative_config
-    return ChunkRule(
-        block_size=scheduler.cache_config.block_size,
-        max_num_batched_tokens=scheduler.scheduler_config.max_num_batched_tokens,
-        vllm_version=vllm_version,
-        max_num_scheduled_tokens=scheduler.max_num_scheduled_tokens,
-        long_prefill_token_threshold=scheduler.scheduler_config.long_prefill_token_threshold,
-        long_prefill_token_threshold_adaptive=getattr(
-            scheduler, "adaptive_long_prefill_threshold", False
-        ),
-        draft_slots=drafting.max_num_new_slots_for_drafting if drafting else 0,
-        scheduler_block_size=scheduler.block_size,
-        hash_block_size=scheduler.hash_block_size,
-        eagle_block_drop=scheduler.use_eagle_block_drop,
-        hash_lookahead_tokens=getattr(scheduler, "num_hash_lookahead_tokens", 0),
-        checkpoint_alignment=scheduler.mamba_prefill_checkpoint_alignment,
-        partial_hits=scheduler.mamba_partial_cache_hit,
-        shared_prefix_checkpoint=scheduler.mamba_shared_prefix_checkpoint,
-        prefill_lookahead_tokens=scheduler.num_prefill_lookahead,
-    )
 
 
 def run_schedule(
