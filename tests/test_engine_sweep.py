@@ -17,7 +17,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch):
     return importlib.import_module("engine_sweep")
 
 
-def runs(rule: ChunkRule, budgets: tuple[int, ...], prompt: int = 4096) -> list[Run]:
+def runs(rule: ChunkRule, budgets: tuple[int, ...], prompt: int = 4000) -> list[Run]:
     def run(budget: int) -> Run:
         steps, start = [], 0
         for n in plan_prefill(rule.with_budget(budget), prompt).chunks:
