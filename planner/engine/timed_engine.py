@@ -52,7 +52,8 @@ class TimedEngine:
 
     def run(self, workload: Workload) -> Run:
         """Run `workload`, timing each step."""
-        self._pipe.send(workload)
+        with contextlib.suppress(OSError):  # of an engine that is gone, `_receive` tells
+            self._pipe.send(workload)
         return self._receive()
 
     def close(self) -> None:

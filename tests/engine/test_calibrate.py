@@ -1,6 +1,7 @@
 """Steps timed on the real engine: what is in them, the table made of them, and who uses it."""
 
 import json
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -20,6 +21,7 @@ from chunk_planner.engine.tiny_model import (
     tiny_server_flags,
     write_tiny_model,
 )
+from chunk_planner.errors import PlannerError
 from chunk_planner.fit import fit
 from chunk_planner.plan import plan_prefill
 from chunk_planner.rule import ChunkRule
@@ -136,6 +138,16 @@ def test_ctrl_c_while_the_engine_ends_waits_for_it() -> None:
     )
     engine.close()
     assert ended
+
+
+def test_an_engine_killed_between_runs_is_told_of_with_its_log() -> None:
+    engine = object.__new__(TimedEngine)
+    engine.log = Path("engine.log")
+    engine._pipe, other = multiprocessing.Pipe()
+    other.close()
+    engine._process = SimpleNamespace(exitcode=-9, join=lambda s: None, is_alive=lambda: False)
+    with pytest.raises(PlannerError, match=r"exit code -9.*engine\.log"):
+        engine.run(Workload(64, prompts=(64,)))
 
 
 @pytest.fixture
