@@ -1,6 +1,7 @@
 """The start-up advice: once per engine when its scheduler is built, checked at the first step."""
 
 import logging
+import os
 
 from chunk_planner import advice
 from chunk_planner.budget import recommend
@@ -61,7 +62,9 @@ def _measured(scheduler, logger) -> tuple[Table | None, float | None]:
     try:
         engine = fingerprint(scheduler)
         search = find(engine)
-        level = logging.INFO if search.table or search.refused else logging.DEBUG
+        # who named a place for tables wants to know that none was found there
+        told = search.table or search.refused or os.environ.get("CHUNK_PLANNER_TABLES")
+        level = logging.INFO if told else logging.DEBUG
         logger.log(level, "Chunk Planner: %s", search.text)
         kernels = find(engine, evidence="measured-kernel").table
     except Exception as error:

@@ -162,6 +162,20 @@ def test_silent_on_a_decode_node(said):
     assert said(engine) == []
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_place_for_tables_that_has_none_is_told(named, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("CHUNK_PLANNER_TABLES", raising=False)
+    if named:
+        monkeypatch.setenv("CHUNK_PLANNER_TABLES", str(tmp_path / "typo"))
+    logger = logging.getLogger("chunk_planner.tests")
+    engine = scheduler()
+    engine.vllm_config.parallel_config.world_size = 1
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        at_start(engine, logger, plugin.guarded)
+    assert (f"no tuning table in {tmp_path / 'typo'}" in caplog.text) == named
+
+
 def test_the_fingerprint_has_the_ranks_that_wait_for_each_other_and_the_drafter():
     from chunk_planner.engine.fingerprint import fingerprint
 
