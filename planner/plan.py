@@ -56,8 +56,8 @@ class ChunkPlan:
         end = self.num_computed_tokens
         for chunk in self.chunks:
             start, end = end, end + chunk
-            inside = self.rule.exported_checkpoint(start, end, prompt) if end >= prompt else 0
-            if inside:
+            # A backend that exports from inside a chunk does so in each that has room for it.
+            if inside := self.rule.exported_checkpoint(start, end, end):
                 positions.append(inside)
             if self.rule.caches_state(end, prompt, junction):
                 positions.append(end)

@@ -1,6 +1,7 @@
 """Plans of one prompt: known cases, and properties that hold for every rule."""
 
 import json
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -147,13 +148,55 @@ def test_idle_tokens_of_a_lone_prompt_at_8192() -> None:
 
 def test_checkpoints_inside_and_at_the_tail() -> None:
     inside = plan_prefill(ChunkRule(BLOCK, 3072, checkpoint_alignment=16), 20_000)
-    assert inside.checkpoints == [2304 * n for n in range(1, 9)] + [17 * BLOCK]
+    # every chunk of two blocks exports the boundary inside it too
+    assert inside.checkpoints == [BLOCK * n for n in range(1, 18)]
     tail = plan_prefill(ChunkRule(BLOCK, 8192, hash_block_size=64, partial_hits=True), 20_000)
     assert tail.checkpoints[-2:] == [17 * BLOCK, 19_968]
     exact = ChunkRule(
         BLOCK, 8192, hash_block_size=64, partial_hits=True, shared_prefix_checkpoint=True
     )
     assert 6400 in plan_prefill(exact, 20_000, shared_prefix_boundary=6400).checkpoints
+
+
+@pytest.mark.engine
+def test_checkpoints_are_the_states_the_engine_caches() -> None:
+    """Without retention (`prefix_cache_retention_interval` unset), block by block."""
+    import vllm
+    from real_scheduler import _engine_request, build_scheduler, chunk_rule
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    init_none_hash(sha256)
+    rng = random.Random(3)
+    inside = 0
+    for _ in range(80):
+        drafter = rng.choice(["none", "none", "eagle", "mtp"])
+        scheduler = build_scheduler(
+            block_size=16,
+            max_num_batched_tokens=rng.choice([15, 16, 17, 32, 40, 100]),
+            drafter=drafter,
+            num_speculative_tokens=0 if drafter == "none" else 2,
+            checkpoint_alignment=rng.choice([None, 1, 4]),
+            num_blocks=500,
+        )
+        manager = scheduler.kv_cache_manager
+        mamba = manager.coordinator.single_type_managers[1]
+        for store in (manager, *manager.coordinator.single_type_managers):
+            store.enable_caching = True
+        prompt = rng.choice([rng.randint(1, 150), 16 * rng.randint(1, 8) + rng.randint(-1, 1)])
+        request = _engine_request("0", Request(0, prompt, 5))
+        request._block_hasher = get_request_block_hasher(16, sha256)
+        request.update_block_hashes()
+        scheduler.add_request(request)
+        cached = set()
+        while request.num_computed_tokens < prompt and scheduler.schedule().num_scheduled_tokens:
+            for block in mamba.req_to_blocks["0"]:
+                if block.block_hash is not None:
+                    cached.add(block.block_hash_num_tokens)
+        plan = plan_prefill(chunk_rule(scheduler, vllm.__version__), prompt)
+        assert plan.checkpoints == sorted(cached), (plan, plan.rule)
+        inside += len(plan.checkpoints) > len(plan.chunks)
+    assert inside > 5
 
 
 def test_a_shared_prefix_stops_on_its_block() -> None:
