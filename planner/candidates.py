@@ -78,8 +78,17 @@ class Workload:
         return min(self.most_decodes, pool, TYPICAL_DECODES)
 
     def lane(self, block_size: int) -> int:
-        """Tokens kept beside the blocks for a short prompt."""
+        """Tokens kept beside the blocks for a short prompt.
+
+        Raises:
+            PlannerError: a prompt that is not shorter than a block.
+        """
         if self.short_prompt_tokens is not None:
+            if self.short_prompt_tokens >= block_size:
+                raise PlannerError(
+                    f"short_prompt_tokens = {self.short_prompt_tokens} must be below the block of "
+                    f"{block_size} tokens: a long prompt takes every whole block that is left"
+                )
             return self.short_prompt_tokens
         return min(SHORT_PROMPT_TOKENS, block_size // 2)
 
@@ -135,11 +144,12 @@ def is_candidate(budget: int, block_size: int, workload: Workload, draft_slots: 
     grows, so from two blocks up every D from today's to the largest that could have been used
     is accepted.
     """
-    blocks = 1
-    while blocks * block_size <= budget:
+    # At one block D, and with it what lies beside the blocks, is the largest.
+    beside = workload.lane(block_size) + ROUND_TOKENS
+    beside += headroom_tokens(workload, workload.decodes(1), draft_slots)
+    for blocks in range(max(1, (budget - beside) // block_size), budget // block_size + 1):
         if candidate_budgets(block_size, blocks, workload, draft_slots)[0] == budget:
             return True
-        blocks += 1
     blocks = budget // block_size
     if blocks < 2:
         return False

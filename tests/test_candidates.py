@@ -89,6 +89,21 @@ def test_other_budgets_are_no_candidates(budget):
     assert not is_candidate(budget, 1152, Workload(max_num_seqs=256), 0)
 
 
+def test_a_budget_of_many_blocks_is_recognised_without_counting_up_to_it(monkeypatch):
+    from chunk_planner import candidates
+
+    calls = []
+    monkeypatch.setattr(candidates, "candidate_budgets", lambda *args: calls.append(args) or (0, 0))
+    assert not is_candidate(2**31 - 1, 16, Workload(max_num_seqs=16), 0)
+    assert len(calls) < 20
+
+
+def test_a_lane_of_a_block_is_refused():
+    with pytest.raises(PlannerError, match="short_prompt_tokens = 1152 must be below the block"):
+        candidate_budgets(1152, 2, Workload(short_prompt_tokens=1152), 0)
+    assert Workload(short_prompt_tokens=1151).lane(1152) == 1151
+
+
 def test_ladder_is_dense_where_it_matters_and_sparse_beyond():
     ladder = block_ladder(17, 128, 16384)
     assert ladder[:5] == [1, 2, 3, 4, 5]
