@@ -176,3 +176,8 @@ def test_ranks_that_cannot_share_the_context_are_refused(capsys):
     assert main([*argv, "3"]) == 2
     said = "decode_context_parallel_size = 3 must divide tensor_parallel_size = 4"
     assert said in capsys.readouterr().err
+
+
+def test_a_home_that_is_not_there_is_refused(capsys):
+    assert main(["block-size", "~no-such-user-here/model"]) == 2
+    assert "~no-such-user-here/model: no such file or folder" in capsys.readouterr().err

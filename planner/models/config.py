@@ -111,7 +111,10 @@ def load_config(model: str | Path | dict[str, Any]) -> ModelConfig:
     """
     if isinstance(model, dict):
         return _config(model, name=str(model.get("_name_or_path") or "config"), source="config")
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:  # ~somebody without a home here
+        raise PlannerError(f"{model}: no such file or folder") from None
     if path.is_dir():
         file = path / "config.json"
         if not file.is_file():
