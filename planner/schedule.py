@@ -97,7 +97,7 @@ def plan_schedule(
     """Schedule `requests` to their end.
 
     From its first sampled token on, a request carries `num_speculative_tokens` drafts into each
-    step; of those scheduled, up to `accepted_tokens` are accepted.
+    step; of those scheduled, up to `accepted_tokens` are accepted. No `max_model_len` cuts drafts.
 
     Args:
         rule: a `ChunkRule`, or a live scheduler's (`chunk_planner.engine.live_rule`).

@@ -55,6 +55,10 @@ def rule_fields(
 ) -> dict[str, object]:
     """Fields of `ChunkRule` that follow from `--speculative-config`.
 
+    MTP is taken to have one module. With more (`num_nextn_predict_layers` > 1 and k > 1) the
+    drafter reads k tokens ahead: `prefill_lookahead_tokens` and a nonzero `hash_lookahead_tokens`
+    are then k.
+
     Args:
         method: as in `--speculative-config`; None where it is not known: then only the decode
             tokens count, and no field follows.
