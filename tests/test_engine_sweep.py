@@ -1,5 +1,6 @@
 """What the engine sweep makes of its runs; `make demo` and the engine tests have the engine."""
 
+import argparse
 import importlib
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def test_rows_follow_the_rule_of_the_engine(sweep, settings: dict) -> None:
     rows = sweep._rows(runs(rule, (512, 2048, 8192)), rule)
     assert [row["tokens_per_step"] for row in rows[:2]] == [512, 2048]
     assert min(row["slowdown"] for row in rows) == 1
+
+
+@pytest.mark.parametrize("text", ["[1]", "{x", "1"])
+def test_engine_arguments_are_an_object(sweep, text: str, capsys) -> None:
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--engine-args", text])
+    assert f"--engine-args: invalid JSON object value: '{text}'" in capsys.readouterr().err
 
 
 def test_chunks_that_are_not_the_rules_are_refused(sweep) -> None:
