@@ -55,17 +55,14 @@ def rule_fields(
 ) -> dict[str, object]:
     """Fields of `ChunkRule` that follow from `--speculative-config`.
 
-    MTP is taken to have one module. With more (`num_nextn_predict_layers` > 1 and k > 1) the
-    drafter reads k tokens ahead: `prefill_lookahead_tokens` and a nonzero `hash_lookahead_tokens`
-    are then k.
-
     Args:
         method: as in `--speculative-config`; None where it is not known: then only the decode
             tokens count, and no field follows.
         num_speculative_tokens: k.
         parallel_drafting, disable_eagle_block_drop, disable_lookahead_block_hashes: as in
             `--speculative-config`.
-        mtp_modules: the model's `num_nextn_predict_layers`.
+        mtp_modules: the model's `num_nextn_predict_layers`; with more than one, MTP reads k
+            tokens ahead instead of one.
         kv_connector: a KV connector is configured; block hashes then do not look ahead.
     """
     if method is None or not num_speculative_tokens:
