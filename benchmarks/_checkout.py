@@ -1,7 +1,7 @@
 """Makes `chunk_planner` importable from a checkout that nobody installed.
 
-A lent GPU machine has torch, Triton and NumPy but no pip index, and the import names differ from
-the folder names (see `setup.py`), so the path alone is not enough. Importing this module is;
+A machine with a GPU may have torch, Triton and NumPy but no pip index, and the import names differ
+from the folder names (see `setup.py`), so the path alone is not enough. Importing this module is;
 an installed package is left alone. As a command it runs one of the package's modules:
 
     python benchmarks/_checkout.py chunk_planner.kernels.compile_report --json

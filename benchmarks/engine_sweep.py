@@ -15,6 +15,7 @@ from statistics import median, quantiles
 from sweep_report import draw, print_recommendation, print_restart, print_sweep, progress_bar
 
 from chunk_planner.budget import recommend
+from chunk_planner.cli.options import json_object
 from chunk_planner.engine.step_timer import EngineInfo, Run, Workload
 from chunk_planner.engine.timed_engine import TimedEngine
 from chunk_planner.errors import PlannerError
@@ -33,20 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=int, default=4096)
     add("--max-num-seqs", type=int, default=8)
     add("--expected-decodes", type=int, default=4, help="decodes that share a step")
-    add("--engine-args", type=_json_object, default={}, help="more vLLM engine arguments, as JSON")
+    add("--engine-args", type=json_object, default={}, help="more vLLM engine arguments, as JSON")
     add("--repeats", type=int, default=5, help="timed prompts per budget and per restart")
     add("--no-restart", action="store_true", help="sweep only; do not confirm by restarts")
     add("--json", action="store_true", help="print the result as JSON as well")
-
-
-def _json_object(text: str) -> dict:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError(f"{text} is not a JSON object")
-    return value
-
-
-_json_object.__name__ = "JSON object"  # argparse names the type: "invalid JSON object value"
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ WHOLE_STEPS_S = 120.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this part, under vLLM's names where vLLM has them."""
+    from chunk_planner.cli.options import json_object
+
     parser.add_argument(
         "--model",
         nargs="+",
@@ -61,21 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine-args",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="where vLLM is installed, time whole steps too, with these engine arguments"
         " (default: for a --model folder with weights, with vLLM's own defaults)",
     )
-
-
-def _json_object(text: str) -> dict[str, object]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no object like {{"dtype": "bfloat16"}}')
-    return found
 
 
 def run(args: argparse.Namespace) -> int:

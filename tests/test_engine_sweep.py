@@ -41,13 +41,16 @@ def test_rows_follow_the_rule_of_the_engine(sweep, settings: dict) -> None:
     assert min(row["slowdown"] for row in rows) == 1
 
 
-@pytest.mark.parametrize("text", ["[1]", "{x", "1"])
-def test_engine_arguments_are_an_object(sweep, text: str, capsys) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[1]", "is not a JSON object"), ("{x", "is not valid JSON"), ("1", "is not a JSON object")],
+)
+def test_engine_arguments_are_an_object(sweep, text: str, said: str, capsys) -> None:
     parser = argparse.ArgumentParser()
     sweep.add_arguments(parser)
     with pytest.raises(SystemExit):
         parser.parse_args(["--engine-args", text])
-    assert f"--engine-args: invalid JSON object value: '{text}'" in capsys.readouterr().err
+    assert f"--engine-args: {text!r} {said}" in capsys.readouterr().err
 
 
 def test_chunks_that_are_not_the_rules_are_refused(sweep) -> None:

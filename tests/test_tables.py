@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from chunk_planner.cli import main
 from chunk_planner.errors import PlannerError
 from chunk_planner.fit import fit
-from chunk_planner.tables import Table, check, engine_table, find, load_table, merge
+from chunk_planner.tables import (
+    Table,
+    check,
+    engine_table,
+    find,
+    load_table,
+    merge,
+    model_name,
+)
 from chunk_planner.tables.schema import MAX_BYTES
 
 ENGINE = {
@@ -332,3 +340,34 @@ def test_the_commands(table: Table, folder: Path, capsys: pytest.CaptureFixture)
     assert load_table(folder / "m.json").points
     assert main(["tables", "show", str(bad)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/Model-8B", "Model-8B"),
+        ("/models/Model-8B/", "Model-8B"),
+        (".", "here"),
+        ("/hub/models--org--Model-8B/snapshots/0123abcd", "Model-8B"),
+        ("/", "unnamed"),
+    ],
+)
+def test_every_model_has_a_name(
+    model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_name(model) == name
+
+
+@pytest.mark.parametrize("model", [".", "../My Model", "config.json", "org/My Model"])
+def test_recommend_finds_the_table_of_a_model_by_its_name(
+    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from chunk_planner.cli.table_choice import table_for_model
+
+    written = make_table(model="My Model").write(folder)
+    (folder / "My Model").mkdir()
+    monkeypatch.chdir(folder / "My Model")
+    assert table_for_model(model, 8, 1152).table.path == written
+    assert table_for_model("Another", 8, 1152).table is None

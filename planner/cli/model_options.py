@@ -1,10 +1,9 @@
 """Flags that describe a model and its engine, under vLLM's names, and the settings they make."""
 
 import argparse
-import json
 import re
 
-from chunk_planner.cli.options import count
+from chunk_planner.cli.options import count, json_object
 from chunk_planner.errors import PlannerError
 from chunk_planner.geometry import (
     DefaultBudget,
@@ -28,17 +27,6 @@ def size(text: str) -> int:
     if not match or match[2].lower() not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64GiB or 80GB")
     return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def speculative(text: str) -> dict[str, object]:
-    """vLLM's `--speculative-config`: a JSON object."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"is not valid JSON ({error.msg})") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
-    return value
 
 
 def add_model_arguments(
@@ -67,7 +55,7 @@ def add_model_arguments(
     add("--kv-cache-dtype-skip-layers", nargs="+", default=(), metavar="LAYER")
     add("--mamba-cache-dtype", default="auto", metavar="DTYPE")
     add("--mamba-ssm-cache-dtype", default="auto", metavar="DTYPE")
-    add("--speculative-config", type=speculative, metavar="JSON", help="as vLLM's")
+    add("--speculative-config", type=json_object, metavar="JSON", help="as vLLM's")
     add("--attention-backend", metavar="NAME", help="as vLLM's; default: what vLLM tries first")
     add("--gdn-prefill-backend", default="auto", metavar="NAME")
     add(

@@ -1,6 +1,7 @@
 """Argument types and flag groups that several commands share. Flags are named as vLLM's."""
 
 import argparse
+import json
 import re
 
 # vLLM's own suffixes for counts: lower case decimal, upper case binary (`2k` = 2000, `2K` = 2048).
@@ -21,6 +22,17 @@ def count(text: str) -> int:
     if number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(number)
+
+
+def json_object(text: str) -> dict[str, object]:
+    """A JSON object, as vLLM's JSON flags take it."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON ({error.msg})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"key": 1}}')
+    return value
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

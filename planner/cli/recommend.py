@@ -1,12 +1,11 @@
 """`chunk-planner recommend`: the budget to set instead, and the price of the alternatives."""
 
 import argparse
-import json
 
 from chunk_planner import advice
 from chunk_planner.budget import recommend
 from chunk_planner.cli.candidates_table import print_candidates
-from chunk_planner.cli.options import add_json, count
+from chunk_planner.cli.options import add_json, count, json_object
 from chunk_planner.cli.render import print_json
 from chunk_planner.cli.rule_options import add_rule_arguments, rule_from
 from chunk_planner.errors import PlannerError
@@ -43,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-tokens", type=count, metavar="TOKENS", help="a typical long prompt")
     add("--max-model-len", type=count, metavar="TOKENS")
     add("--lmcache", action="store_true", help="the engine runs with LMCache")
-    add("--kv-transfer-config", metavar="JSON", help="as vLLM's; LMCache is recognised in it")
+    add(
+        "--kv-transfer-config",
+        type=json_object,
+        metavar="JSON",
+        help="as vLLM's; LMCache is recognised in it",
+    )
     add("--table", metavar="FILE", help="tuning table (default: one measured on MODEL, if found)")
     add("--slo-itl-ms", type=float, metavar="MS", help="longest step a decode may share")
     add("--slo-ttft-s", type=float, metavar="S", help="longest prefill of the typical prompt")
@@ -183,14 +187,10 @@ def _from_model(args: argparse.Namespace, connector: str | None) -> dict:
     return target
 
 
-def _connector(text: str | None) -> str | None:
+def _connector(config: dict | None) -> str | None:
     """The connector's name in `--kv-transfer-config`."""
-    if text is None:
+    if config is None:
         return None
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlannerError(f"--kv-transfer-config is not valid JSON ({error.msg})") from None
-    if not isinstance(config, dict) or not isinstance(config.get("kv_connector"), str):
+    if not isinstance(config.get("kv_connector"), str):
         raise PlannerError("--kv-transfer-config must be a JSON object with a kv_connector name")
     return config["kv_connector"]

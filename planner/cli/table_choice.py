@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chunk_planner.errors import PlannerError
-from chunk_planner.tables import Table, find, load_table, search_path, table_files
+from chunk_planner.tables import (
+    Table,
+    file_prefix,
+    find,
+    load_table,
+    model_name,
+    search_path,
+    table_files,
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +41,9 @@ def table_for_model(model: str, tensor_parallel_size: int, block_size: int) -> T
     Without an engine there is no device and no backend to compare; the sentence names the device
     the table was measured on, and the plugin compares everything at start-up.
     """
-    name = Path(model.rstrip("/")).name
-    if name == "config.json":
-        name = Path(model).resolve().parent.name
-    wanted = f"model={name},tp={tensor_parallel_size},".lower()
+    path = Path(model)
+    name = model_name(str(path.parent) if path.name == "config.json" else model)
+    wanted = file_prefix(name, tensor_parallel_size).lower()
     files = [p for p in table_files(search_path()) if p.name.lower().startswith(wanted)]
     found = find({"tensor_parallel_size": tensor_parallel_size}, places=files)
     notes = [f"{Path(file).name} was not used: {why}." for file, why in found.refused.items()]

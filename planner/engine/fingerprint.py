@@ -6,6 +6,8 @@ import os
 import platform
 from pathlib import Path
 
+from chunk_planner.tables import model_name
+
 #: What the cost of a step depends on in a model's config, as far as a config has it. Names and
 #: paths are left out, so that a local copy of a model is the same model.
 _GEOMETRY = (
@@ -65,7 +67,7 @@ def fingerprint(scheduler) -> dict:
         # An expert layer waits for all data-parallel ranks; in a dense model's engine their number
         # is 1 again, as each rank is an engine of its own.
         "device_count": parallel.world_size_across_dp,
-        "host_threads": int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1),
+        "host_threads": _host_threads(),
         "tensor_parallel_size": parallel.tensor_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "expert_parallel": bool(parallel.enable_expert_parallel),
@@ -84,18 +86,6 @@ def fingerprint(scheduler) -> dict:
         "triton_version": _version("triton"),
         "cuda_version": torch.version.cuda or "none",
     }
-
-
-def model_name(model: str) -> str:
-    """A model's own name, of its path or repository; never empty.
-
-    With HF_HUB_OFFLINE vLLM puts the snapshot's path, `models--org--name/snapshots/hash`, in the
-    place of the name it was given.
-    """
-    path = Path(os.path.abspath(model))  # `.` has a name, and a link keeps its own
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.split("--")[-1]
-    return path.name or "unnamed"
 
 
 def device_name() -> str:
@@ -133,6 +123,12 @@ def _linear_attention_backend(config) -> str:
     chosen = [f"{name}={extra[name]}" for name in names if extra.get(name, "auto") != "auto"]
     mamba = getattr(getattr(config, "mamba_config", None), "backend", None)
     return ",".join(chosen) or (mamba.name.lower() if mamba is not None else "auto")
+
+
+def _host_threads() -> int:
+    """OpenMP's threads at its outer level: `OMP_NUM_THREADS` may list one number a level."""
+    outer = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(outer) if outer.isdecimal() else os.cpu_count() or 1
 
 
 def _speculative_decoding(drafting) -> str:

@@ -132,7 +132,9 @@ def kv_left(geometry: Geometry, memory: MemorySettings, max_num_batched_tokens: 
     """
     length = geometry.max_model_len
     if length is None:
-        raise PlannerError(f"{geometry.config.source}: max_model_len is unknown; give it")
+        raise PlannerError(
+            f"{geometry.config.source}: max_model_len is unknown; give --max-model-len"
+        )
     if max_num_batched_tokens < 1:
         raise PlannerError(f"max_num_batched_tokens = {max_num_batched_tokens} must be at least 1")
     held = (

@@ -7,16 +7,25 @@ find(fingerprint).table
 
 from chunk_planner.tables.merge import merge
 from chunk_planner.tables.search import Found, find, search_path, table_files, user_folder
-from chunk_planner.tables.table import Table, check, engine_table, load_table
+from chunk_planner.tables.table import (
+    Table,
+    check,
+    engine_table,
+    file_prefix,
+    load_table,
+    model_name,
+)
 
 __all__ = [
     "Found",
     "Table",
     "check",
     "engine_table",
+    "file_prefix",
     "find",
     "load_table",
     "merge",
+    "model_name",
     "search_path",
     "table_files",
     "user_folder",

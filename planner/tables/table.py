@@ -89,8 +89,8 @@ class Table:
         if self.evidence == "measured-kernel":
             return f"kernels,device_name={_plain(f['device_name'])}.json"
         return (
-            f"model={_plain(f['model'])},tp={f['tensor_parallel_size']},"
-            f"kv={_plain(f['kv_cache_dtype'])},block={f['block_size']},"
+            file_prefix(f["model"], f["tensor_parallel_size"])
+            + f"kv={_plain(f['kv_cache_dtype'])},block={f['block_size']},"
             f"device_name={_plain(f['device_name'])}.json"
         )
 
@@ -254,6 +254,23 @@ def _refuse_constant(name: str) -> None:
 def _short(value: object, most: int = 60) -> str:
     text = value if isinstance(value, str) and most > 60 else repr(value)
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def file_prefix(model: str, tensor_parallel_size: int) -> str:
+    """What the file names of an engine's tables begin with."""
+    return f"model={_plain(model)},tp={tensor_parallel_size},"
+
+
+def model_name(model: str) -> str:
+    """A model's own name, of its path or repository; never empty.
+
+    With HF_HUB_OFFLINE vLLM puts the snapshot's path, `models--org--name/snapshots/hash`, in the
+    place of the name it was given.
+    """
+    path = Path(os.path.abspath(model))  # `.` has a name, and a link keeps its own
+    if path.parent.name == "snapshots":
+        return path.parent.parent.name.split("--")[-1]
+    return path.name or "unnamed"
 
 
 def _plain(text: str) -> str:

@@ -4,6 +4,7 @@ The schedulers are vLLM's own, built without a model; `test_plugin_server.py` ha
 """
 
 import logging
+import os
 
 import pytest
 
@@ -187,6 +188,16 @@ def test_the_fingerprint_has_the_ranks_that_wait_for_each_other_and_the_drafter(
     assert found["speculative_decoding"] == "mtp 3"
 
 
+@pytest.mark.parametrize(("value", "threads"), [("4", 4), ("4,2", 4), ("", os.cpu_count())])
+def test_the_fingerprint_counts_the_outer_openmp_threads(value, threads, monkeypatch):
+    from chunk_planner.engine.fingerprint import fingerprint
+
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    engine = scheduler()
+    engine.vllm_config.parallel_config.world_size = 1
+    assert fingerprint(engine)["host_threads"] == threads
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -207,24 +218,6 @@ def test_the_fingerprint_names_every_linear_attention_backend(chosen):
     assert fingerprint(engine)["linear_attention_backend"] == f"{name}={value}" != default
     engine.vllm_config.additional_config = {name: "auto"}
     assert fingerprint(engine)["linear_attention_backend"] == default
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("org/Model-8B", "Model-8B"),
-        ("/models/Model-8B/", "Model-8B"),
-        (".", "here"),
-        ("/hub/models--org--Model-8B/snapshots/0123abcd", "Model-8B"),
-        ("/", "unnamed"),
-    ],
-)
-def test_every_model_has_a_name(model, name, tmp_path, monkeypatch):
-    from chunk_planner.engine.fingerprint import model_name
-
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    assert model_name(model) == name
 
 
 def test_lmcache_gets_its_own_range(said):

@@ -207,8 +207,8 @@ def test_a_launch_that_the_device_refuses_is_one_sentence(sweep, monkeypatch, ca
         (["--max-num-batched-tokens", "0"], "--max-num-batched-tokens is 0, not 1 token or more"),
         (["-tp", "4"], "--tensor-parallel-size: says something about a model only"),
         (["--kv-cache-dtype", "fp8", "--engine-args", "{}"], "--kv-cache-dtype, --engine-args:"),
-        (["--engine-args", "[1]"], "'[1]' is no object like"),
-        (["--engine-args", "{"], "'{' is not JSON"),
+        (["--engine-args", "[1]"], "'[1]' is not a JSON object"),
+        (["--engine-args", "{"], "'{' is not valid JSON"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_measured(
