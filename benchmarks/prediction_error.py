@@ -98,10 +98,12 @@ def main() -> int:
     parser.add_argument("--calibrate-s", type=float, help="time limit (default 60, full 120)")
     parser.add_argument("--out", type=Path, help="folder that keeps the tables and engine logs")
     args = parser.parse_args()
+    limit = (60 if args.quick else 120) if args.calibrate_s is None else args.calibrate_s
+    if not limit > 0:
+        parser.error(f"--calibrate-s {limit}: must be above 0 seconds")
     out = args.out or Path(tempfile.mkdtemp(prefix="chunk-planner-"))
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    limit = args.calibrate_s or (60 if args.quick else 120)
     # Where a neighbour slows a shared machine down half of the time, five repeats hold one quiet
     # run or none one time in five, and a p20 wants two; eight fit into the six minutes.
     default = 8 if args.quick else 9

@@ -180,4 +180,5 @@ def test_ranks_that_cannot_share_the_context_are_refused(capsys):
 
 def test_a_home_that_is_not_there_is_refused(capsys):
     assert main(["block-size", "~no-such-user-here/model"]) == 2
-    assert "~no-such-user-here/model: no such file or folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "~no-such-user-here/model: no such file or folder; give a folder with config" in said

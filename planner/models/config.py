@@ -114,7 +114,7 @@ def load_config(model: str | Path | dict[str, Any]) -> ModelConfig:
     try:
         path = Path(model).expanduser()
     except RuntimeError:  # ~somebody without a home here
-        raise PlannerError(f"{model}: no such file or folder") from None
+        raise _missing(model) from None
     if path.is_dir():
         file = path / "config.json"
         if not file.is_file():
@@ -137,6 +137,13 @@ def known_models() -> dict[str, str]:
     return names
 
 
+def _missing(model: object) -> PlannerError:
+    return PlannerError(
+        f"{model}: no such file or folder; give a folder with config.json, that file, or the name "
+        "of a well-known model"
+    )
+
+
 def _well_known(model: str) -> ModelConfig:
     wanted = model.rstrip("/").rsplit("/", 1)[-1].casefold()
     for name, file in known_models().items():
@@ -144,7 +151,7 @@ def _well_known(model: str) -> ModelConfig:
             text = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
             return _config(json.loads(text)["config"], name=name, source=f"facts of {name}")
     if model.startswith((".", "/", "~")) or model.endswith(".json"):
-        raise PlannerError(f"{model}: no such file or folder")
+        raise _missing(model)
     raise PlannerError(
         f"model {model!r} is neither a folder with config.json, nor a config.json, nor one of "
         f"the well-known models: {', '.join(sorted(known_models(), key=str.casefold))}"
