@@ -1,7 +1,7 @@
 """Every sentence a person reads about a budget: the warning, the reasons, the refusals.
 
 Each number is given with its unit and with where it came from: `rule` (vLLM's chunk rule alone),
-`measured-engine` (whole steps timed on this device), `modelled`.
+`measured-engine` (whole steps timed on the device the table names), `modelled`.
 """
 
 from chunk_planner.diagnosis import Finding
@@ -36,7 +36,10 @@ def warning(recommendation: Recommendation) -> str | None:
     """The start-up warning, one line; None where there is nothing to warn about."""
     if not recommendation.findings:
         return None
-    lead = " ".join(_finding(finding, recommendation) for finding in recommendation.findings)
+    # The engine that speaks here runs on the device its table was matched with.
+    lead = " ".join(
+        _finding(finding, recommendation, " on this device") for finding in recommendation.findings
+    )
     mended = any(finding.mended_by_budget for finding in recommendation.findings)
     parts = [lead]
     if mended and not recommendation.keeps:
@@ -77,7 +80,7 @@ def block_moved(at_start: int, now: int, mamba: int) -> str:
     )
 
 
-def _finding(finding: Finding, recommendation: Recommendation) -> str:
+def _finding(finding: Finding, recommendation: Recommendation, measured_where: str = "") -> str:
     rule, now = recommendation.rule, recommendation.current
     block, values = rule.block_size, finding.values
     budget = now.max_num_batched_tokens
@@ -113,7 +116,7 @@ def _finding(finding: Finding, recommendation: Recommendation) -> str:
         return (
             f"Prefill steps of {tokens(now.tokens_per_step)} tokens (budget {budget}, block "
             f"{block}): {1 + values['slowdown']:.2f}x slower per token than steps of "
-            f"{tokens(best.tokens_per_step)} ({recommendation.evidence} on this device)."
+            f"{tokens(best.tokens_per_step)} ({recommendation.evidence}{measured_where})."
         )
     if finding.kind == "no_headroom":
         above = values["above"]

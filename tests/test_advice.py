@@ -74,3 +74,11 @@ def test_ignored_cap_is_said():
 @pytest.mark.parametrize(("share", "text"), [(0.4375, "44 %"), (0.0, "0 %"), (0.005, "0 %")])
 def test_percent(share, text):
     assert advice.percent(share) == text
+
+
+def test_only_an_engine_calls_the_measured_device_its_own(found):
+    """The command line may price with a table that was measured on another machine."""
+    slow = found.with_findings([Finding("slowdown", {"slowdown": 0.59})])
+    assert "on this device)" in advice.warning(slow)
+    (said,) = [sentence for sentence in advice.reasons(slow) if "1.59x slower" in sentence]
+    assert said.endswith(f"({slow.evidence}).")
